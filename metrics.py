@@ -1,0 +1,169 @@
+"""
+Every measurement of the project, one function each: formula, unit and source in its docstring. Imports torch alone.
+
+Token states x have shape (..., n, d), tokens on the last-but-one axis, unit rows; one value per leading index.
+No n x n matrix is kept where n x d will do: Gram matrices are taken in blocks of rows.
+"""
+import math
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+BLOCK = 4096  # rows of a Gram matrix that are held at a time
+
+
+def cosine_matrix(x):
+    """C_ij = x_i^T x_j, clipped to [-1, 1]. (..., n, d) -> (..., n, n)."""
+    return (x @ x.mT).clamp(-1, 1)
+
+
+def antipolar_fraction(x, threshold=-0.9):
+    """Share of the n(n-1)/2 pairs with cosine below the threshold, in [0, 1]. (..., n, d) -> (...)."""
+    n = x.shape[-2]
+    below = sum((rows @ x.mT < threshold).sum((-2, -1)) for rows in x.split(BLOCK, -2))
+    return below / max(1, n * (n - 1))  # ordered pairs; a token is never opposite to itself
+
+
+def angular_diameter(x):
+    """D = max_ij arccos(x_i^T x_j), radians, in [0, pi]. (..., n, d) -> (...).
+
+    The farthest pair is found from squared distances of the centred rows (one Gram matrix, in blocks), and its angle is
+    2 atan2(||x_i - x_j||, ||x_i + x_j||): accurate to rounding near 0 and near pi, where arccos loses half the digits.
+    """
+    y = x - x.mean(-2, keepdim=True)  # distances keep their digits when all tokens are nearly equal
+    square = (y * y).sum(-1)
+    best, row, column = None, None, None
+    for start in range(0, x.shape[-2], BLOCK):
+        rows = slice(start, start + BLOCK)
+        # |y_i - y_j|^2 = |y_i|^2 + |y_j|^2 - 2 y_i^T y_j
+        distance = square[..., rows, None] + square[..., None, :] - 2 * y[..., rows, :] @ y.mT
+        value, index = distance.flatten(-2).max(-1)
+        i, j = index // x.shape[-2] + start, index % x.shape[-2]
+        if best is None:
+            best, row, column = value, i, j
+        else:
+            better = value > best
+            best, row, column = value.where(better, best), i.where(better, row), j.where(better, column)
+    a, b = (x.gather(-2, k[..., None, None].expand(*k.shape, 1, x.shape[-1]))[..., 0, :] for k in (row, column))
+    return 2 * torch.atan2((a - b).norm(dim=-1), (a + b).norm(dim=-1))
+
+
+def cosine_entropy(x):
+    """-sum_k p_k log p_k, nats, p the eigenvalues of C/n, C the cosine matrix. (..., n, d) -> (...).
+
+    0 when all tokens agree up to sign, log min(n, d) at best. C and x^T x share their nonzero eigenvalues, so the smaller
+    of the two is taken. For unit rows the trace is 1; p is renormalised, so that other rows give a distribution too.
+    """
+    n, d = x.shape[-2:]
+    gram = x @ x.mT if n < d else x.mT @ x
+    p = torch.linalg.eigvalsh(gram).clamp_min(0)
+    p = p / p.sum(-1, keepdim=True).clamp_min(torch.finfo(p.dtype).tiny)
+    return torch.special.entr(p).sum(-1)
+
+
+def effective_rank(x):
+    """exp(cosine_entropy), in [1, min(n, d)]: the number of directions in use. After Roy and Vetterli 2007."""
+    return cosine_entropy(x).exp()
+
+
+def spherical_kmeans(x, k, iters=50, restarts=4, generator=None):
+    """k-means by cosine on unit rows (Dhillon and Modha 2001), k-means++ start, best of `restarts`.
+
+    (..., n, d) -> centres (..., k, d), labels (..., n), mean cosine of the tokens to their centre (...).
+    """
+    *lead, n, d = x.shape
+    generator = generator or torch.Generator(x.device).manual_seed(0)
+    tokens = x.reshape(-1, 1, n, d).expand(-1, restarts, n, d)  # (B, R, n, d)
+    problems = tokens.shape[:2]
+    pick = torch.randint(n, (*problems, 1), generator=generator, device=x.device)
+    centres = tokens.gather(2, pick[..., None].expand(*problems, 1, d))
+    cosine = tokens @ centres.mT  # (B, R, n, k so far)
+    for _ in range(k - 1):  # k-means++: the next centre is a token, drawn with weight (distance to its nearest centre)^2
+        weight = (1 - cosine.amax(-1)).clamp_min(0) + 1e-12
+        pick = torch.multinomial(weight.flatten(0, 1), 1, generator=generator).view(*problems, 1)
+        new = tokens.gather(2, pick[..., None].expand(*problems, 1, d))
+        centres, cosine = torch.cat((centres, new), 2), torch.cat((cosine, tokens @ new.mT), 3)
+    labels = cosine.argmax(-1)
+    for _ in range(iters):
+        total = torch.zeros_like(centres).scatter_add_(2, labels[..., None].expand_as(tokens), tokens)
+        norm = total.norm(dim=-1, keepdim=True)
+        centres = torch.where(norm > 1e-6, total / norm.clamp_min(1e-6), centres)  # an empty cluster stays where it was
+        cosine = tokens @ centres.mT
+        old, labels = labels, cosine.argmax(-1)
+        if torch.equal(old, labels):
+            break
+    score, best = cosine.amax(-1).mean(-1).max(-1)  # (B,)
+    first = torch.arange(len(best), device=x.device)
+    return (centres[first, best].view(*lead, k, d), labels[first, best].view(*lead, n), score.view(lead))
+
+
+def cluster_count(x, threshold=0.9, **options):
+    """Smallest k whose spherical k-means has mean cosine >= threshold. (..., n, d) -> k (...), curve (..., K).
+
+    curve[..., k - 1] is the mean cosine with k clusters, up to the largest k that any leading index needed.
+    options go to spherical_kmeans. k = n always suffices, where a restart finds all n tokens.
+    """
+    curve = []
+    for k in range(1, x.shape[-2] + 1):
+        curve.append(spherical_kmeans(x, k, **options)[2])
+        if bool((torch.stack(curve, -1).amax(-1) >= threshold).all()):
+            break
+    curve = torch.stack(curve, -1)
+    reached = curve >= threshold
+    return torch.where(reached.any(-1), reached.int().argmax(-1) + 1, x.shape[-2]), curve
+
+
+def dobrushin(A):
+    """Dobrushin's ergodic coefficient, max_ij (1/2) sum_k |A_ik - A_jk|, in [0, 1]. (..., n, n) -> (...).
+
+    The contraction of averaging: diam(A x) <= dobrushin(A) diam(x) in any norm, for rows that sum to 1.
+    """
+    return torch.stack([torch.cdist(rows, A, p=1).amax((-2, -1)) for rows in A.split(BLOCK, -2)]).amax(0) / 2
+
+
+def mixing_envelope(beta, t):
+    """(1 - exp(-2 beta))^t: the diameter after t averaging steps over the first one is never above this. No mask."""
+    return (1 - math.exp(-2 * beta)) ** t
+
+
+def grad_norm_stats(norms):
+    """Mean, variance (unbiased) and coefficient of variation of global gradient norms, a sequence of floats."""
+    norms = torch.as_tensor(norms, dtype=torch.float64)
+    mean, var = norms.mean(), norms.var(correction=1) if len(norms) > 1 else torch.zeros(())
+    return {"mean": mean.item(), "var": var.item(), "cv": (var.sqrt() / mean).item()}
+
+
+def perturbation_robustness(evaluate, x, noise=(), sign=(), generator=None):
+    """Change of loss and accuracy when the inputs are moved: Gaussian noise of standard deviation s for s in noise, and
+    one step x + s sign(dloss/dx) for s in sign (Goodfellow et al., arXiv 1412.6572).
+
+    evaluate(x) -> (loss, accuracy), 0-dim tensors, differentiable in x. Returns {"clean": {loss, accuracy},
+    "noise": {s: {loss, accuracy}}, "sign": {...}} with the changes as floats, loss in evaluate's unit.
+    """
+    leaf = x.detach().requires_grad_()
+    loss, accuracy = evaluate(leaf)
+    (gradient,) = torch.autograd.grad(loss, leaf)
+
+    @torch.no_grad()
+    def change(moved):
+        new_loss, new_accuracy = evaluate(moved)
+        return {"loss": (new_loss - loss).item(), "accuracy": (new_accuracy - accuracy).item()}
+
+    generator = generator or torch.Generator(x.device).manual_seed(0)
+    z = torch.randn(x.shape, generator=generator, device=x.device, dtype=x.dtype)
+    return {"clean": {"loss": loss.item(), "accuracy": accuracy.item()},
+            "noise": {s: change(x + s * z) for s in noise},
+            "sign": {s: change(x + s * gradient.sign()) for s in sign}}
+
+
+def bits_per_byte(nats_per_token, tokens, n_bytes):
+    """Cross entropy in bits per byte of the text that the tokens stand for: comparable between tokenisers."""
+    return nats_per_token * tokens / n_bytes / math.log(2)
+
+
+def count_flops(step):
+    """Floating-point operations of step(), forward and backward as it runs, by torch.utils.flop_counter: matrix products
+    and attention, a multiplication and an addition counted as two; element-wise work is not counted."""
+    with FlopCounterMode(display=False) as counter:
+        step()
+    return counter.get_total_flops()

@@ -1,0 +1,498 @@
+"""
+Consensus-safe RoPE attention: residual attention on the unit sphere whose mixing has a proven floor and whose step
+size is bounded by the spectrum of its own attention matrix. One file, torch alone: copy it.
+
+    y_i = R_{p_i} x_i                  S_ij = y_i^T y_j = x_i^T R_{p_j - p_i} x_j        (values are not rotated)
+    A = softmax(beta S)                A_ij >= exp(-2 beta)/n, since |S_ij| <= 1         (the mixing floor)
+    m_i = sum_j A_ij x_j               v_i = m_i - (x_i^T m_i) x_i                       (tangent at x_i)
+    x_i <- normalize(x_i + eta v_i)
+    every K steps: eta <- min(eta, 0.9 eta_c),  eta_c = 2/lambda_max                     (Euler stability)
+
+Where eta_c comes from: equal tokens are a fixed point, since values are unrotated. A small tangent disagreement there
+obeys delta <- (I - eta (I - A)) delta exactly, so it grows once eta lambda_max > 2, lambda_max being the largest
+eigenvalue of I - A off the consensus direction delta_i = const.
+
+What is not in the source note:
+  - Without a mask A is reversible: Z_i = sum_j exp(beta S_ij), W = exp(beta S), and Pi^(1/2) A Pi^(-1/2) =
+    D_Z^(-1/2) W D_Z^(-1/2). S is a Gram matrix, so W is positive semidefinite (Schur's product theorem) and A's
+    eigenvalues lie in [0, 1]: lambda_max <= 1 and eta_c >= 2 ALWAYS. The clip never goes below 2 * 0.9 = 1.8.
+  - Under a causal mask A is triangular and not reversible: Lanczos on the symmetrised matrix is wrong there. The
+    eigenvalues are the diagonal, A_ii = exp(beta S_ii - logsumexp_j<=i beta S_ij): exact, and no iteration. A is also
+    non-normal, so the spectrum bounds long runs, not short ones.
+  - Under a causal mask row i has i + 1 tokens and the floor is exp(-2 beta)/(i + 1). Without a mask
+    diam(A x) <= (1 - exp(-2 beta)) diam(x); with one only the first token is seen by all: 1 - exp(-2 beta)/n.
+
+    symbol        here          shape
+    x_i           x             (..., n, d)      unit rows; with heads: (..., n, heads * d_head), unit per head
+    R_{p_i}       rope          (..., n, d)      half-split pairs (j, j + d/2), angle p base^(-2j/d)
+    A             attention_matrix (..., n, n)
+    eta, beta     eta, beta     scalars; the module has one eta per channel, (dim,)
+    lambda_max    lambda_max    (...)            with its residual and a flag
+
+Source: the note "Consensus-Safe RoPE Residual Attention". RoPE: Su et al., arXiv 2104.09864, in Llama's convention.
+
+    from rope_consensus import ConsensusAttention
+    $ python rope_consensus.py     # about 20 s on two CPU cores: eta_c against the measured threshold, contraction
+"""
+import math
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+DENSE_LIMIT = 4096 * 4096  # numbers in one block of an n x n matrix; larger ones are computed in blocks of rows
+
+
+def wide(x):
+    """x in float32 at least: norms, softmax and rotations are not done in 16 bits."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def unit(x, eps=1e-8):
+    """x / ||x|| over the last axis, in float32 at least. Rows shorter than eps become zero, with zero gradient."""
+    norm = wide(x).norm(dim=-1, keepdim=True)
+    return (wide(x) * torch.where(norm > eps, 1 / norm.clamp_min(eps), 0)).to(x.dtype)
+
+
+def tangent(x, v):
+    """v - x (x^T v): the part of v tangent to the sphere at the unit rows x. (..., d), (..., d) -> (..., d)."""
+    return v - x * (x * v).sum(-1, keepdim=True)
+
+
+# ---------------------------------------------------------------------------------------------------- RoPE
+
+def rope_tables(positions, d, base=10000.0, dtype=torch.float32):
+    """cos and sin of p * base^(-2j/d), each (n, d/2). Angles are float64: float32 ones are off by 0.004 at p = 1e5."""
+    if d % 2:
+        raise ValueError(f"RoPE turns pairs of channels: the head size must be even, not {d}")
+    device = positions.device
+    positions = positions.to("cpu" if device.type == "mps" else device).double()  # MPS has no float64
+    inv_freq = base ** (-torch.arange(0, d, 2, device=positions.device, dtype=torch.float64) / d)
+    angle = positions[:, None] * inv_freq
+    return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
+
+
+def rotate(x, cos, sin):
+    """R x for tables of rope_tables, half-split pairs. x: (..., n, d)."""
+    a, b = x.chunk(2, dim=-1)
+    # (a, b) -> (a cos - b sin, b cos + a sin), in the tables' precision
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+def rope(x, positions=None, base=10000.0):
+    """Rotary position embedding, y_i = R_{p_i} x_i: keeps norms, and y_i^T y_j depends on p_i - p_j alone.
+
+    x: (..., n, d), d even; positions: (n,), default 0..n-1. ValueError when d is odd.
+    """
+    if positions is None:
+        positions = torch.arange(x.shape[-2], device=x.device)
+    return rotate(x, *rope_tables(positions, x.shape[-1], base, wide(x).dtype))
+
+
+def scores(x, base=10000.0):
+    """S_ij = x_i^T R_{p_j - p_i} x_j, in [-1, 1] for unit rows. (..., n, d) -> (..., n, n)."""
+    y = rope(x, base=base)
+    return y @ y.mT
+
+
+# ------------------------------------------------------------------------------------------- attention step
+
+def attend(y, value, beta, causal=False, eager=False):
+    """softmax(beta y y^T) value. (..., n, d), (..., n, d_v) -> (..., n, d_v).
+
+    eager spells the softmax out: fused kernels have no forward-mode derivative, and none of second order.
+    """
+    if not eager:
+        return F.scaled_dot_product_attention(y, y, value, is_causal=causal, scale=beta)
+    logits = beta * wide(y) @ wide(y).mT
+    if causal:
+        logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -torch.inf)
+    return logits.softmax(-1).to(value.dtype) @ value
+
+
+def attention_matrix(x, beta, causal=False, base=10000.0):
+    """A = softmax(beta S), rows summing to 1, for unit rows x. (..., n, d) -> (..., n, n), in x's dtype."""
+    n = x.shape[-2]
+    return attend(rope(x, base=base), torch.eye(n, device=x.device, dtype=x.dtype).expand(*x.shape[:-2], n, n),
+                  beta, causal, eager=True)
+
+
+def consensus_step(x, eta, beta, causal=False, base=10000.0, eager=False):
+    """One step x <- normalize(x + eta (m - (x^T m) x)), m = A x. x: (..., n, d), unit rows; eta broadcasts to it."""
+    y = rope(x, base=base)
+    m = attend(y, x, beta, causal, eager)
+    return unit(x + eta * tangent(x, m))
+
+
+def mixing_floor(beta, n):
+    """exp(-2 beta)/n: no entry of A is smaller for unit rows. Under a causal mask put i + 1 for n in row i."""
+    return math.exp(-2 * beta) / n
+
+
+# ----------------------------------------------------------------------------------- spectrum and step size
+
+def symmetrized(x, beta, base=10000.0):
+    """Pi^(1/2) A Pi^(-1/2) = D_Z^(-1/2) W D_Z^(-1/2), W = exp(beta S): symmetric, with A's eigenvalues. No mask.
+
+    Dense, (..., n, n): for small n and for tests.
+    """
+    W = (beta * (scores(x, base) - 1)).exp()  # the constant cancels; S <= 1, so nothing overflows at any beta
+    z = W.sum(-1).rsqrt()
+    return z[..., :, None] * W * z[..., None, :]
+
+
+def lanczos(matvec, start, iters):
+    """Largest (algebraic) eigenvalue of a symmetric operator, by Lanczos with full reorthogonalisation.
+
+    In floating point the basis loses orthogonality as soon as a Ritz value converges, and copies of that value appear;
+    so each new vector is orthogonalised against all earlier ones, twice. Failure mode that remains: a start vector
+    without a part in the wanted eigenvector, so give a random one. Leading axes are independent problems.
+    matvec: (..., n) -> (..., n); start: (..., n). Returns theta (...) and residual ||M u - theta u|| (...): some
+    eigenvalue lies within residual of theta, and theta <= lambda_max up to rounding.
+    """
+    eps = 10 * torch.finfo(start.dtype).eps
+    basis, alphas, offs = [], [], []
+    q = unit(start, eps)
+    scale = torch.zeros_like(q[..., :1])  # size of the operator so far, for the breakdown test
+    for _ in range(min(iters, start.shape[-1])):
+        w = matvec(q)
+        alpha = (q * w).sum(-1, keepdim=True)
+        basis.append(q)
+        Q = torch.stack(basis, dim=-1)  # (..., n, m)
+        for _ in range(2):
+            w = w - (Q @ (Q.mT @ w[..., None]))[..., 0]
+        b = w.norm(dim=-1, keepdim=True)
+        scale = torch.maximum(scale, torch.maximum(alpha.abs(), b))
+        alive = b > eps * scale  # else the space is invariant: the eigenvalue is exact and the basis stops
+        alphas.append(torch.where((q != 0).any(-1, keepdim=True), alpha, alphas[0] if alphas else alpha))
+        b = torch.where(alive, b, 0)
+        offs.append(b)
+        q = torch.where(alive, w / b.clamp_min(torch.finfo(b.dtype).tiny), 0)
+    off = torch.cat(offs, -1)
+    T = torch.diag_embed(torch.cat(alphas, -1)) + torch.diag_embed(off[..., :-1], 1) + torch.diag_embed(off[..., :-1], -1)
+    theta, s = torch.linalg.eigh(T)
+    return theta[..., -1], (off[..., -1] * s[..., -1, -1]).abs()  # residual = b_m |last entry of the Ritz vector|
+
+
+def _row_blocks(y, beta):
+    """Slices of rows, and a function giving those rows of W = exp(beta (S - 1)): at most DENSE_LIMIT numbers each."""
+    n = y.shape[-2]
+    rows = max(1, min(n, DENSE_LIMIT * n // max(1, y[..., 0].numel() * n)))
+    blocks = [slice(i, min(i + rows, n)) for i in range(0, n, rows)]
+    return blocks, lambda rows: (beta * (y[..., rows, :] @ y.mT - 1)).exp_()
+
+
+@torch.no_grad()
+def lambda_max(x, beta, causal=False, iters=32, generator=None, base=10000.0):
+    """Largest eigenvalue of I - A off the consensus direction: eta_c = 2/lambda_max.
+
+    x: (..., n, d), unit rows. Returns (value, residual, converged), each (...).
+    Without a mask: Lanczos on I - D^(-1/2) W D^(-1/2), the consensus vector sqrt(Z) deflated; memory n x min(n, 4096).
+    value is a Ritz value, so it may be too small, by residual at most once the wanted mode is found; the safe bound is
+    min(value + residual, 1). converged: value is within 0.1% of lambda_max, by its residual or since lambda_max <= 1.
+    Causal: 1 - min_i A_ii, exact, residual 0. One token, or A = I: value 0.
+    """
+    y = wide(rope(x, base=base))
+    n = y.shape[-2]
+    blocks, weights = _row_blocks(y, beta)
+    if causal:
+        # A_ii = exp(beta S_ii) / sum_{j<=i} exp(beta S_ij); row i needs the columns up to i alone
+        diagonal = []
+        for rows in blocks:
+            W = (beta * (y[..., rows, :] @ y[..., :rows.stop, :].mT - 1)).exp_().tril_(rows.start)
+            diagonal.append(W.diagonal(rows.start, -2, -1) / W.sum(-1))
+        value = 1 - torch.cat(diagonal, -1).amin(-1)
+        return value, torch.zeros_like(value), torch.ones_like(value, dtype=torch.bool)
+    whole = weights(blocks[0]) if len(blocks) == 1 else None  # small n: formed once; large n: row blocks, every time
+
+    def apply(v):  # W v, (..., n) -> (..., n)
+        if whole is not None:
+            return (whole @ v[..., None])[..., 0]
+        return torch.cat([(weights(rows) @ v[..., None])[..., 0] for rows in blocks], -1)
+
+    root = apply(torch.ones_like(y[..., 0])).sqrt()  # sqrt(Z), the consensus vector of the symmetrised A
+    phi = unit(root)
+    deflate = lambda v: v - phi * (phi * v).sum(-1, keepdim=True)
+    generator = generator or torch.Generator(y.device).manual_seed(0)
+    start = deflate(torch.randn(y.shape[:-1], generator=generator, device=y.device, dtype=y.dtype))
+    if n == 1:
+        start = torch.zeros_like(start)  # nothing is orthogonal to the consensus
+    value, residual = lanczos(lambda v: deflate(v - apply(v / root) / root), start, min(iters, n - 1) or 1)
+    value = value.clamp(0, 1)
+    return value, residual, torch.minimum(residual, 1 - value) <= 1e-3 * value + 10 * torch.finfo(y.dtype).eps
+
+
+def eta_critical(x, beta, causal=False, base=10000.0):
+    """eta_c = 2/lambda_max (...): the step size at which consensus turns unstable; inf where nothing can disagree.
+
+    lambda_max is taken at its safe bound, min(value + residual, 1), since too small a value would permit too much.
+    """
+    value, residual, _ = lambda_max(x, beta, causal, base=base)
+    return 2 / (value + residual).clamp(max=1)
+
+
+def clip_eta(eta, lam, safety=0.9):
+    """min(eta, safety * 2/lambda_max), elementwise, as a tensor."""
+    limit = 2 * safety / torch.as_tensor(lam, dtype=None if torch.is_tensor(lam) else torch.float64)
+    return torch.minimum(torch.as_tensor(eta, dtype=limit.dtype, device=limit.device), limit)
+
+
+def local_multiplier(update, x, iters=64, generator=None):
+    """Growth per application of the fastest disagreement mode of any token update, linearised at x.
+
+    The leading eigenvalue's modulus of P J P: J is update's Jacobian at x, P removes the token mean, by Arnoldi with
+    forward-mode derivatives (so update needs eager attention). Where all tokens are equal and update keeps them so,
+    these are exactly the eigenvalues of J off the consensus directions: above 1, disagreement grows. Elsewhere it is
+    the growth of one application in the frame of x. Value projections, MLPs, norms and masks may be inside update.
+    update: (..., n, d) -> (..., n, d); x: (..., n, d). Returns 0-dim tensors (value, residual, converged): residual
+    is ||P J P u - theta u||, u unit; J need not be normal, so it does not bound theta's error. A complex pair is
+    followed as well as a real value. converged: residual <= 0.1% of value.
+    """
+    def project(v):
+        return v - v.mean(-2, keepdim=True)
+
+    def apply(v):
+        return project(torch.func.jvp(update, (x,), (v.view_as(x),))[1]).flatten()
+
+    x = x.contiguous()  # equal tokens often come as an expanded view, which has no room for tangents
+    eps = 10 * torch.finfo(x.dtype).eps
+    iters = min(iters, x.numel())
+    H = x.new_zeros(iters + 1, iters)
+    Q = x.new_zeros(iters + 1, x.numel())
+    generator = generator or torch.Generator(x.device).manual_seed(0)
+    Q[0] = unit(project(torch.randn(x.shape, generator=generator, device=x.device, dtype=x.dtype)).flatten(), eps)
+    for k in range(iters):
+        w = apply(Q[k])
+        for _ in range(2):  # Gram-Schmidt twice
+            h = Q[:k + 1] @ w
+            H[:k + 1, k] += h
+            w = w - h @ Q[:k + 1]
+        H[k + 1, k] = w.norm()
+        if H[k + 1, k] <= eps * H[:k + 2, :k + 1].abs().amax() or k + 1 == iters:
+            break
+        Q[k + 1] = w / H[k + 1, k]
+    theta, vectors = torch.linalg.eig(H[:k + 1, :k + 1])
+    lead = theta.abs().argmax()
+    u = vectors[:, lead]
+    value, residual = theta[lead].abs(), H[k + 1, k] * u[-1].abs() / u.norm()
+    return value, residual, residual <= 1e-3 * value + eps
+
+
+# ---------------------------------------------------------------------------------------------- the module
+
+class ConsensusAttention(nn.Module):
+    """One attention update on a product of unit spheres, one sphere per head: (..., n, dim) -> (..., n, dim).
+
+    dim, heads: dim = heads * d_head, d_head even. eta: first step size, one learnable value per channel. beta: inverse
+    temperature. value: keep value and output projections. qk: one projection shared by query and key, normalised per
+    head, so that |S| <= 1, the floor and reversibility still hold; without it queries and keys are the state itself.
+    control_every=K: each K-th training forward runs `control` first (a graph break under torch.compile: there, leave
+    it None and call `control(x)` from the training loop). safety: the fraction of eta_c that is allowed.
+    eta_c is exact for the bare block; with projections or an eta that differs between channels it is a guide (the
+    largest eta of a head is the one that is compared), and `local_multiplier` gives the truth.
+    """
+
+    def __init__(self, dim, heads=1, eta=1.0, beta=1.0, causal=False, value=False, qk=False,
+                 control_every=None, safety=0.9):
+        super().__init__()
+        if dim % heads or (dim // heads) % 2:
+            raise ValueError(f"dim {dim} must be heads ({heads}) times an even head size, for RoPE's pairs")
+        for name, number in (("eta", eta), ("beta", beta), ("safety", safety)):
+            if not (math.isfinite(number) and number >= 0):
+                raise ValueError(f"{name} must be a finite number >= 0, not {number}")
+        self.heads, self.beta, self.causal, self.safety = heads, float(beta), causal, safety
+        self.value, self.qk, self.control_every, self.calls = value, qk, control_every, 0
+        self.eta = nn.Parameter(torch.full((dim,), float(eta)))
+        # in: query-key and value projections in one matmul; std d^(-1/2) keeps a unit state near unit per head
+        self.proj_in = nn.Linear(dim, (qk + value) * dim, bias=False) if qk or value else None
+        self.proj_out = nn.Linear(dim, dim, bias=False) if value else None
+        for layer in filter(None, (self.proj_in, self.proj_out)):
+            nn.init.normal_(layer.weight, std=dim ** -0.5)
+        for name in ("lam", "eta_asked", "eta_used"):  # what the last control saw and did, per head
+            self.register_buffer(name, torch.full((heads,), 1.0 if name == "lam" else float(eta)))
+
+    def split(self, x):
+        """(..., n, dim) -> (..., heads, n, d_head)."""
+        return x.unflatten(-1, (self.heads, -1)).transpose(-2, -3)
+
+    def query_value(self, x):
+        """The rows that are compared, unit per head, and the rows that are averaged: (..., heads, n, d_head) each."""
+        if self.proj_in is None:
+            return x, x
+        parts = self.proj_in(x.transpose(-2, -3).flatten(-2)).unflatten(-1, (-1, self.heads, x.shape[-1]))
+        parts = parts.movedim(-3, 0).transpose(-2, -3)  # (1 or 2, ..., heads, n, d_head)
+        return unit(parts[0]) if self.qk else x, parts[-1] if self.value else x
+
+    def forward(self, x, tables=None, eager=False):
+        """tables: rope_tables of these positions, where a model has made them once for all layers."""
+        if self.control_every and self.training:
+            self.count_and_control(x)
+        dtype = x.dtype
+        x = unit(self.split(x))
+        if tables is None:
+            tables = rope_tables(torch.arange(x.shape[-2], device=x.device), x.shape[-1], dtype=wide(x).dtype)
+        q, v = self.query_value(x)
+        y = rotate(q, *tables)
+        m = attend(y, v.to(y.dtype), self.beta, self.causal, eager)  # m_i = sum_j A_ij v_j
+        if self.proj_out is not None:
+            m = self.split(self.proj_out(m.transpose(-2, -3).flatten(-2)))
+        # x <- normalize(x + eta (m - (x^T m) x))
+        x = unit(x + self.eta.view(self.heads, 1, -1) * tangent(x, m))
+        return x.transpose(-2, -3).flatten(-2).to(dtype)
+
+    @torch.compiler.disable
+    def count_and_control(self, x):
+        self.calls += 1
+        if self.calls % self.control_every == 0:
+            self.control(x)
+
+    @torch.no_grad()
+    def control(self, x, act=True):
+        """eta <- min(eta, safety * 2/lambda_max) per head, at the state x (..., n, dim). act=False only measures.
+
+        lambda_max is the largest over the leading axes, at its safe bound. Recorded per head in the buffers lam,
+        eta_asked and eta_used (the largest step size of the head before and after).
+        """
+        with torch.autocast(x.device.type, enabled=False):
+            q, _ = self.query_value(unit(self.split(x)))
+            value, residual, _ = lambda_max(q, self.beta, self.causal)
+        lam = (value + residual).clamp(max=1).reshape(-1, self.heads).amax(0)
+        eta = self.eta.view(self.heads, -1)
+        self.lam.copy_(lam)
+        self.eta_asked.copy_(eta.amax(-1))
+        if act:
+            eta.copy_(clip_eta(eta, lam[:, None], self.safety))
+        self.eta_used.copy_(eta.amax(-1))
+
+
+# ------------------------------------------------------------------------------------------------ the demo
+
+@torch.no_grad()
+def growth(x, etas, beta, causal=False, steps=200, size=1e-6):
+    """Growth per step of a small disagreement around consensus, for each eta (E,): simulation, no linear algebra.
+
+    x: (n, d) equal unit rows, float64. After every step the tokens are pulled back to distance `size` from their mean,
+    so the run stays in the linear regime however long it is. Returns the mean growth over its second half, (E,).
+    """
+    generator = torch.Generator().manual_seed(0)
+    state = unit(x + size * torch.randn(x.shape, generator=generator, dtype=x.dtype)).expand(len(etas), *x.shape)
+    log_growth = []
+    before = (state - state.mean(-2, keepdim=True)).norm(dim=(-2, -1))
+    for _ in range(steps):
+        state = consensus_step(state, etas[:, None, None], beta, causal)
+        centre = state.mean(-2, keepdim=True)
+        after = (state - centre).norm(dim=(-2, -1))
+        log_growth.append((after / before).log())
+        state = unit(centre + (state - centre) * (size / after)[:, None, None])
+        before = (state - state.mean(-2, keepdim=True)).norm(dim=(-2, -1))
+    return torch.stack(log_growth[steps // 2:]).mean(0).exp()
+
+
+def measure_threshold(beta, n, d=16, causal=False, seed=0, steps=200):
+    """(eta_c, observed): 2/lambda_max, and the step size at which the simulated disagreement begins to grow.
+
+    The bracket [0.5, 16] is cut into 8 three times, and growth - 1 interpolated linearly in the last piece.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    x = unit(torch.randn(d, generator=generator, dtype=torch.float64)).expand(n, d)
+    low, high = 0.5, 16.0
+    for _ in range(3):
+        etas = torch.linspace(low, high, 9, dtype=x.dtype)
+        g = growth(x, etas, beta, causal, steps)
+        k = int((g > 1).to(torch.int).argmax())  # the first that grows
+        if k == 0:
+            return eta_critical(x, beta, causal).item(), math.nan  # no boundary inside the bracket
+        low, high = etas[k - 1].item(), etas[k].item()
+    return eta_critical(x, beta, causal).item(), low + (high - low) * ((1 - g[k - 1]) / (g[k] - g[k - 1])).item()
+
+
+def two_clusters(n, d):
+    """Unit tokens (n, d) whose rotated rows are u for the first half and -u for the second: nearly the slowest mixing.
+
+    u lies in the slowest plane of RoPE, so the unrotated rows are close to +-u too.
+    """
+    y = torch.zeros(n, d, dtype=torch.float64)
+    y[:n // 2, d // 2 - 1], y[n // 2:, d // 2 - 1] = 1, -1
+    return rope(y, positions=-torch.arange(n))
+
+
+def contraction(beta, n=64, d=16, steps=20, seeds=5):
+    """Idealised averaging x <- A(x) x: Euclidean diameters (seeds + 1, steps + 1), the last row from two clusters."""
+    x = unit(torch.randn(seeds, n, d, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    x = torch.cat((x, two_clusters(n, d)[None]))
+    diameters = []
+    for _ in range(steps + 1):
+        diameters.append(torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist").amax((-2, -1)))
+        x = attention_matrix(x, beta) @ x
+    return torch.stack(diameters, 1)
+
+
+def main():
+    import argparse
+    import json
+    import pathlib
+    import sys
+
+    parser = argparse.ArgumentParser(description="eta_c against the measured threshold, and contraction to consensus")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("results/rope_consensus"),
+                        help="folder for results.json and threshold.png (default: %(default)s)")
+    args = parser.parse_args()
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "results.json").touch()
+    except OSError as error:
+        print(f"error: cannot write to {args.out}: {error.strerror}; choose another folder with --out", file=sys.stderr)
+        sys.exit(2)
+
+    toy = []
+    print("step size at which a small disagreement starts to grow (float64, d = 16)\n"
+          f"{'mask':>7} {'beta':>5} {'n':>4} {'steps':>5} {'eta_c':>8} {'measured':>8} {'difference':>10}")
+    for causal, n, steps, betas in ((False, 64, 200, (0.5, 1, 2, 4, 8)), (False, 256, 100, (1, 4)),
+                                    (True, 32, 200, (0.5, 2, 8)), (True, 32, 2000, (0.5, 2, 8))):
+        for beta in betas:
+            eta_c, observed = measure_threshold(beta, n, causal=causal, steps=steps)
+            toy.append(dict(causal=causal, beta=beta, n=n, steps=steps, eta_c=eta_c, eta_observed=observed,
+                            rel_error=observed / eta_c - 1))
+            print(f"{'causal' if causal else 'none':>7} {beta:5g} {n:4d} {steps:5d} {eta_c:8.4f} {observed:8.4f} "
+                  f"{100 * (observed / eta_c - 1):9.2f}%")
+    print("Under the causal mask A is not normal: disagreement grows for a while below eta_c, so short runs cross early.")
+
+    rows, curves = [], {}
+    print("\ncontraction of the diameter by averaging, n = 64, d = 16: the worst factor of 20 steps, from 5 random starts\n"
+          "and from two opposite clusters, whose Dobrushin coefficient tau is tanh(beta)\n"
+          f"{'beta':>5} {'1-e^(-2 beta)':>13} {'worst factor':>12} {'1-tau':>9} {'e^(-2 beta)':>11}")
+    for beta in (0.25, 0.5, 1, 2, 4):
+        curves[beta] = contraction(beta)
+        A = attention_matrix(two_clusters(64, 16), beta)
+        tau = (torch.cdist(A, A, p=1).amax() / 2).item()  # Dobrushin's coefficient; here tanh(beta)
+        factors = (curves[beta][:, 1:] / curves[beta][:, :-1])[curves[beta][:, 1:] > 1e-12]  # above rounding
+        rows.append(dict(beta=beta, bound=1 - math.exp(-2 * beta), two_cluster_gap=1 - tau,
+                         worst_factor=factors.max().item()))
+        print(f"{beta:5g} {rows[-1]['bound']:13.4f} {rows[-1]['worst_factor']:12.4f} {1 - tau:9.6f} "
+              f"{math.exp(-2 * beta):11.6f}")
+    with open(args.out / "results.json", "w") as file:
+        json.dump(dict(command="python rope_consensus.py", toy=toy, contraction=rows), file, indent=1)
+
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6))
+    left.plot([2, 3], [2, 3], "k-", lw=1, label="theory: measured = eta_c")
+    for causal, marker, label in ((False, "o", "no mask"), (True, "x", "causal, 2000 steps")):
+        points = [t for t in toy if t["causal"] == causal and not (causal and t["steps"] < 2000)]
+        left.plot([t["eta_c"] for t in points], [t["eta_observed"] for t in points], "k" + marker, mfc="none", label=label)
+    left.set(xlabel="eta_c = 2/lambda_max (step size)", ylabel="measured threshold (step size)")
+    left.legend()
+    for beta, style, marker in ((0.5, "-", "o"), (1, "--", "s"), (2, ":", "^")):
+        worst = (curves[beta] / curves[beta][:, :1]).amax(0)
+        right.plot(worst, "k" + style, marker=marker, mfc="none", ms=4, label=f"beta = {beta:g}, measured")
+        right.plot([(1 - math.exp(-2 * beta)) ** t for t in range(len(worst))], color="0.6", ls=style, label="bound")
+    right.set(xlabel="averaging steps t", ylabel="diam(x_t) / diam(x_0)", yscale="log", ylim=(1e-4, 1.5))
+    right.legend(fontsize=7, ncol=2)
+    figure.tight_layout()
+    figure.savefig(args.out / "threshold.png", dpi=110)
+    print(f"\nwrote {args.out / 'results.json'} and {args.out / 'threshold.png'}")
+
+
+if __name__ == "__main__":
+    main()

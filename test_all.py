@@ -1,0 +1,529 @@
+"""
+All tests, from mathematics and known answers. No network; two CPU cores.
+
+    $ pytest test_all.py            # under 3 minutes
+    $ pytest test_all.py -m slow    # and what is slow by nature: 20 kills, long sequences, many seeds
+"""
+import json
+import math
+import os
+import pathlib
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import harness
+import metrics
+import rope_consensus as rc
+from model import ARMS, Transformer
+from rope_consensus import ConsensusAttention, attention_matrix, consensus_step, rope, unit
+
+HERE = pathlib.Path(__file__).parent
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+torch.set_num_threads(1)  # many small problems: a second thread costs more than it brings
+
+
+def tokens(*shape, seed=0, dtype=torch.float64):
+    """Random unit rows."""
+    return unit(torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype))
+
+
+def script(*args, cwd=HERE, timeout=170, **env):
+    """Run a script of the project as a user would."""
+    return subprocess.run([sys.executable, *map(str, args)], cwd=cwd, env={**ENV, **env}, capture_output=True, text=True,
+                          timeout=timeout)
+
+
+def refused(done, *words):
+    """One clear line on stderr that has these words, exit code 2, no traceback."""
+    assert done.returncode == 2, done.stderr
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("WARNING")]
+    assert len(lines) == 1 and lines[0].startswith("error: "), done.stderr
+    for word in words:
+        assert word in lines[0], lines[0]
+
+
+# ------------------------------------------------------------------------------- rope_consensus.py: the geometry
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-2),
+                                              (torch.float16, 2e-3)])
+def test_step_keeps_unit_norm(causal, dtype, tolerance):
+    x = tokens(2, 3, 20, 8, dtype=torch.float64).to(dtype)
+    y = consensus_step(x, 1.5, 4.0, causal)
+    assert y.dtype == dtype and y.shape == x.shape
+    assert (y.double().norm(dim=-1) - 1).abs().max() < tolerance
+    assert (y - x).abs().max() > 0.05  # and it moves
+
+
+def test_update_is_tangent():
+    # d/d eta of the step at eta = 0 is v, the tangent part of the attention's mean: x^T v = 0
+    x = tokens(30, 6)
+    v = (consensus_step(x, 1e-6, 3.0) - consensus_step(x, -1e-6, 3.0)) / 2e-6
+    m = attention_matrix(x, 3.0) @ x
+    assert (x * v).sum(-1).abs().max() < 1e-9
+    assert torch.allclose(v, m - x * (x * m).sum(-1, keepdim=True), atol=1e-9)
+    assert (rc.tangent(x, m) * x).sum(-1).abs().max() < 1e-15
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 2.0, 10.0])
+def test_rows_sum_to_one_and_floor(beta):
+    for seed in range(5):
+        x = tokens(40, 4, seed=seed)
+        A = attention_matrix(x, beta)
+        assert torch.allclose(A.sum(-1), torch.ones(40, dtype=A.dtype), atol=1e-14)
+        assert A.min() >= rc.mixing_floor(beta, 40) * (1 - 1e-12)
+        causal = attention_matrix(x, beta, causal=True)
+        assert torch.allclose(causal.sum(-1), torch.ones(40, dtype=A.dtype), atol=1e-14)
+        assert causal.triu(1).abs().max() == 0
+        for i in range(40):
+            assert causal[i, :i + 1].min() >= rc.mixing_floor(beta, i + 1) * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("beta", [0.5, 2.0])
+def test_floor_is_nearly_attained(beta):
+    # one rotated row opposite to n - 1 equal ones: its attention to each of them is e^(-2 beta)/(n-1+e^(-2 beta)) times
+    # e^(2 beta): the known answer pins the sign and the scale of the exponent
+    n = 30
+    y = torch.zeros(n, 6, dtype=torch.float64)
+    y[:, 0], y[0, 0] = 1, -1
+    x = rope(y, positions=-torch.arange(n))
+    smallest = attention_matrix(x, beta).min().item()
+    assert math.isclose(smallest, math.exp(-2 * beta) / (n - 1 + math.exp(-2 * beta)), rel_tol=1e-12)
+    assert rc.mixing_floor(beta, n) < smallest < 1.05 * rc.mixing_floor(beta, n)
+
+
+def test_dobrushin_and_contraction_bounds():
+    for beta in (0.25, 1.0, 3.0):
+        A = attention_matrix(rc.two_clusters(40, 8), beta)
+        assert math.isclose(metrics.dobrushin(A).item(), math.tanh(beta), rel_tol=1e-12)  # known answer
+        assert metrics.dobrushin(A) <= metrics.mixing_envelope(beta, 1)
+        diameters = rc.contraction(beta, n=24, d=6, steps=6, seeds=4)
+        envelope = torch.tensor([metrics.mixing_envelope(beta, t) for t in range(7)], dtype=torch.float64)
+        assert (diameters <= diameters[:, :1] * envelope * (1 + 1e-12) + 1e-13).all()
+        assert (diameters[-1, 1] / diameters[-1, 0]).item() > 0.9 * math.tanh(beta)  # and two clusters come close to it
+
+
+def test_causal_mask_breaks_the_unmasked_envelope():
+    # the first two tokens opposite: the second keeps 1/(1 + e^(-2 beta)) of itself, and the first never moves
+    y = torch.zeros(30, 4, dtype=torch.float64)
+    y[:, 0], y[0, 0] = 1, -1
+    x = rope(y, positions=-torch.arange(30))
+    A = attention_matrix(x, 0.5, causal=True)
+    assert metrics.dobrushin(A) > metrics.mixing_envelope(0.5, 1)
+    assert metrics.dobrushin(A) <= 1 - rc.mixing_floor(0.5, 30)
+
+
+def test_unmasked_attention_is_reversible_with_spectrum_in_0_1():
+    for seed, beta in ((0, 0.3), (1, 2.0), (2, 9.0)):
+        x = tokens(25, 6, seed=seed)
+        A, S = attention_matrix(x, beta), rc.scores(x)
+        assert S.abs().max() <= 1 + 1e-12
+        Z = (beta * S).exp().sum(-1)
+        assert torch.allclose(Z[:, None] * A, (Z[:, None] * A).mT, rtol=1e-10)  # detailed balance
+        symmetric = Z.sqrt()[:, None] * A / Z.sqrt()  # Pi^(1/2) A Pi^(-1/2)
+        assert torch.allclose(rc.symmetrized(x, beta), symmetric, atol=1e-12)
+        eigenvalues = torch.linalg.eigvalsh(symmetric)
+        assert eigenvalues.min() > -1e-12 and abs(eigenvalues.max() - 1) < 1e-12
+        assert 2 <= rc.eta_critical(x, beta) <= 2 / (1 - A.diagonal().min()) + 1e-9
+
+
+# ------------------------------------------------------------------------------------------ RoPE and attention
+
+@pytest.mark.parametrize("start", [0, 100_000])
+def test_rope_keeps_norms_and_depends_on_differences_alone(start):
+    x = tokens(6, 16, dtype=torch.float32)
+    near, far = rope(x, torch.arange(6)), rope(x, torch.arange(6) + start)
+    assert (far.norm(dim=-1) - 1).abs().max() < 1e-6
+    assert (far @ far.mT - near @ near.mT).abs().max() < 2e-6  # float32 angles would miss by 1e-3 at 100,000
+    assert (near[1:] - x[1:]).norm(dim=-1).min() > 0.1
+    # known answer: the pair (j, j + d/2) of token p turns by p base^(-2j/d)
+    e = torch.zeros(1, 16)
+    e[0, 3] = 1
+    angle = 7 * 10000 ** (-6 / 16)
+    turned = rope(e, torch.tensor([7]))[0]
+    assert math.isclose(turned[3].item(), math.cos(angle), abs_tol=1e-6)
+    assert math.isclose(turned[11].item(), math.sin(angle), abs_tol=1e-6)
+
+
+def test_rope_tables_do_not_alias_in_a_bfloat16_model():
+    # bfloat16 positions past 256 coincide; a model cast to bfloat16 must still tell 1000 positions apart
+    torch.manual_seed(0)
+    attn = ConsensusAttention(16, heads=2, eta=1.0, beta=4.0, causal=True, value=True, qk=True)
+    x = unit(torch.randn(1, 1000, 2, 8)).flatten(-2)
+    exact = attn(x)
+    rounded = attn.bfloat16()(x.bfloat16()).float()
+    assert (exact - rounded).abs().max() < 0.06
+    positions = torch.arange(1000)
+    cos, sin = rc.rope_tables(positions, 8)
+    assert cos.dtype == torch.float32 and len(torch.unique(torch.cat((cos, sin), 1), dim=0)) == 1000
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_fused_and_eager_attention_agree(causal):
+    x = tokens(2, 50, 8)
+    assert torch.allclose(consensus_step(x, 0.7, 5.0, causal), consensus_step(x, 0.7, 5.0, causal, eager=True), atol=1e-13)
+    dense = unit(x + 0.7 * rc.tangent(x, attention_matrix(x, 5.0, causal) @ x))
+    assert torch.allclose(consensus_step(x, 0.7, 5.0, causal), dense, atol=1e-13)
+
+
+def test_consensus_is_fixed_since_values_are_not_rotated():
+    x = tokens(8).expand(20, 8)
+    assert (consensus_step(x, 1.7, 3.0) - x).abs().max() < 1e-14
+    y = rope(x)  # with rotated values the same state moves
+    assert (unit(x + 1.7 * rc.tangent(x, attention_matrix(x, 3.0) @ y)) - x).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_no_leak_from_the_future(arm):
+    torch.manual_seed(0)
+    model = Transformer(11, 3, 16, 2, arm)
+    ids = torch.randint(11, (2, 12))
+    changed = ids.clone()
+    changed[:, 7:] = (changed[:, 7:] + 1) % 11
+    assert torch.allclose(model(ids)[0][:, :7], model(changed)[0][:, :7], atol=1e-6)
+    assert (model(ids)[0][:, 7:] - model(changed)[0][:, 7:]).abs().max() > 1e-3
+
+
+def test_gradients_in_float64():
+    x = tokens(2, 5, 4).requires_grad_()
+    for causal in (False, True):
+        assert torch.autograd.gradcheck(lambda z: consensus_step(z, 0.8, 2.0, causal), x)
+    attn = ConsensusAttention(8, heads=2, eta=0.5, beta=2.0, value=True, qk=True).double()
+    z = torch.randn(1, 4, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(attn, z)
+
+
+def test_zero_token_stays_finite_forward_and_backward():
+    x = tokens(1, 6, 8, dtype=torch.float32).clone()
+    x[0, 2] = 0
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        leaf = x.to(dtype).detach().clone().requires_grad_()
+        y = ConsensusAttention(8, heads=2, eta=0.5, beta=2.0).to(dtype)(leaf)
+        y.sum().backward()
+        assert y.isfinite().all() and leaf.grad.isfinite().all()
+    attn = ConsensusAttention(8, value=True, qk=True)  # zero projections: nothing to normalise
+    for p in (attn.proj_in.weight, attn.proj_out.weight):
+        torch.nn.init.zeros_(p)
+    y = attn(x)
+    y.sum().backward()
+    assert y.isfinite().all() and attn.proj_in.weight.grad.isfinite().all()
+
+
+# ------------------------------------------------------------------------------------------------- the spectrum
+
+@pytest.mark.parametrize("n, d, beta", [(64, 16, 1.0), (256, 16, 8.0), (200, 32, 3.0), (5, 4, 2.0), (2, 4, 2.0)])
+def test_lambda_max_against_dense(n, d, beta):
+    x = tokens(3, n, d)
+    value, residual, converged = rc.lambda_max(x, beta)
+    exact = 1 - torch.linalg.eigvalsh(rc.symmetrized(x, beta))[..., 0]
+    assert value.shape == residual.shape == converged.shape == (3,)
+    assert converged.all()
+    assert ((value - exact) / exact).abs().max() < 1e-3
+    assert (value <= exact + 1e-10).all() and (exact <= (value + residual).clamp(max=1) + 1e-10).all()
+
+
+@pytest.mark.parametrize("spectrum", [
+    [-5.0, 1.0], [-5.0, -1.0], [1.0] * 6, [0.0] * 5, [3.0], [0.0],
+    [2.0, 2.0, 2.0, 1.0, 0.0, -7.0], [1.0, 1.0 - 1e-9, 1.0 - 2e-9, 0.5, 0.1], [*range(-20, 21)]])
+def test_lanczos_on_known_spectra(spectrum):
+    # the largest algebraic eigenvalue, not the largest modulus; repeated values and tiny gaps; the zero operator
+    values = torch.tensor(spectrum, dtype=torch.float64)
+    Q = torch.linalg.qr(torch.randn(len(values), len(values), dtype=torch.float64,
+                                    generator=torch.Generator().manual_seed(1)))[0]
+    M = Q * values @ Q.mT
+    start = torch.randn(4, len(values), dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    theta, residual = rc.lanczos(lambda v: v @ M, start, 60)
+    assert torch.allclose(theta, values.max().expand(4), atol=1e-8)
+    assert (residual < 1e-6).all() and residual.isfinite().all()
+
+
+def test_lanczos_keeps_its_basis_orthogonal():
+    # without reorthogonalisation an isolated top eigenvalue comes back as copies, and T's trace runs away
+    values = torch.cat((torch.linspace(0, 1, 199), torch.tensor([50.0])))
+    theta, residual = rc.lanczos(lambda v: v * values, torch.ones(1, 200), 200)
+    assert abs(theta.item() - 50) < 1e-3 and residual.item() < 1e-2
+    zero, _ = rc.lanczos(lambda v: v * values, torch.zeros(1, 200), 20)  # a start vector with nothing in it
+    assert zero.item() == 0
+
+
+def test_lambda_max_of_nothing_to_disagree():
+    one = tokens(2, 1, 8)
+    for causal in (False, True):
+        value, residual, converged = rc.lambda_max(one, 2.0, causal)
+        assert (value == 0).all() and (residual == 0).all() and converged.all()
+    assert torch.isinf(rc.eta_critical(one, 2.0)).all()
+    apart = torch.eye(8, dtype=torch.float64)[:, [0, 4, 1, 5, 2, 6, 3, 7]]  # beta large: A = I
+    value, _, converged = rc.lambda_max(apart, 1e6)
+    assert value < 1e-6 and converged
+    assert rc.clip_eta(3.0, value) == 3.0
+
+
+def test_row_blocks_equal_the_whole(monkeypatch):
+    x = tokens(2, 90, 8)
+    whole, causal = rc.lambda_max(x, 3.0), rc.lambda_max(x, 3.0, causal=True)
+    monkeypatch.setattr(rc, "DENSE_LIMIT", 2 * 90 * 7)  # seven rows at a time
+    blocks, _ = rc._row_blocks(rope(x), 3.0)
+    assert len(blocks) == 13
+    assert torch.allclose(whole[0], rc.lambda_max(x, 3.0)[0], atol=1e-12)
+    assert torch.allclose(causal[0], rc.lambda_max(x, 3.0, causal=True)[0], atol=1e-14)
+
+
+@pytest.mark.parametrize("beta", [0.5, 3.0, 12.0])
+def test_causal_lambda_max_is_exact_and_lanczos_would_be_wrong(beta):
+    x = tokens(2, 40, 8)
+    A = attention_matrix(x, beta, causal=True)
+    eigenvalues = torch.linalg.eigvals(A).real  # triangular: its eigenvalues are its diagonal
+    value, residual, converged = rc.lambda_max(x, beta, causal=True)
+    assert torch.allclose(value, 1 - eigenvalues.amin(-1), atol=1e-8)
+    assert torch.allclose(value, 1 - A.diagonal(0, -2, -1).amin(-1), atol=1e-14)
+    assert (residual == 0).all() and converged.all()
+    z = (beta * rc.scores(x)).exp().tril().sum(-1)
+    wrong = 1 - torch.linalg.eigvalsh((z.sqrt()[..., None] * A / z.sqrt()[..., None, :]).tril())[..., 0]
+    assert (wrong - value).abs().min() > 0.01
+
+
+def test_nothing_overflows_at_large_beta():
+    x = tokens(50, 8, dtype=torch.float32)
+    for causal in (False, True):
+        value, residual, _ = rc.lambda_max(x, 5000.0, causal)
+        assert value.isfinite() and residual.isfinite() and 0 <= value <= 1
+
+
+@pytest.mark.parametrize("beta, n", [(0.5, 64), (2.0, 64), (8.0, 64), (1.0, 128)])
+def test_measured_threshold_is_eta_c_within_1_percent(beta, n):
+    eta_c, observed = rc.measure_threshold(beta, n, d=8, steps=150, seed=n)
+    assert abs(observed / eta_c - 1) < 0.01
+    assert eta_c >= 2
+
+
+def test_linearisation_at_consensus_is_exact():
+    # delta <- (I - eta (I - A)) delta, also at a step far beyond the threshold
+    x = tokens(6).expand(20, 6)
+    delta = rc.tangent(x, torch.randn(20, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3)))
+    A, eta = attention_matrix(x, 2.0), 3.3
+    _, moved = torch.func.jvp(lambda z: consensus_step(z, eta, 2.0, eager=True), (x.contiguous(),), (delta,))
+    assert torch.allclose(moved, delta - eta * (delta - A @ delta), atol=1e-12)
+
+
+def test_local_multiplier_on_known_maps():
+    # consensus: max over the spectrum of |1 - eta lambda|
+    x, eta = tokens(8).expand(24, 8), 2.5
+    lam = 1 - torch.linalg.eigvalsh(rc.symmetrized(x, 2.0))
+    expected = (1 - eta * lam[:-1]).abs().max().item()
+    value, residual, converged = rc.local_multiplier(lambda z: consensus_step(z, eta, 2.0, eager=True), x)
+    assert converged and abs(value.item() - expected) < 1e-3 * expected and residual < 1e-2
+    # a rotation of the channels: a complex pair, where a Rayleigh quotient gives cos(1.3)
+    R = 0.9 * torch.matrix_exp(torch.tensor([[0.0, -1.3], [1.3, 0.0]], dtype=torch.float64))
+    value, _, converged = rc.local_multiplier(lambda z: z @ R, torch.randn(7, 2, dtype=torch.float64))
+    assert converged and abs(value.item() - 0.9) < 1e-9
+    # a map that only moves the mean has no disagreement mode; nor has a constant one
+    for update in (lambda z: z.mean(-2, keepdim=True).expand_as(z) * 5, torch.zeros_like):
+        value, _, converged = rc.local_multiplier(update, torch.randn(7, 2, dtype=torch.float64))
+        assert converged and value < 1e-12
+
+
+def test_local_multiplier_leads_to_eta_c():
+    x = tokens(8).expand(32, 8)
+    eta_c = rc.eta_critical(x, 4.0).item()
+    below, above = (rc.local_multiplier(lambda z: consensus_step(z, s * eta_c, 4.0, eager=True), x)[0] for s in (0.99, 1.01))
+    assert below < 1 < above
+
+
+# -------------------------------------------------------------------------------------------------- the module
+
+def test_control_clips_and_records():
+    torch.manual_seed(0)
+    x = unit(torch.randn(2, 30, 2, 8)).flatten(-2)
+    attn = ConsensusAttention(16, heads=2, eta=1.0, beta=2.0, causal=False)
+    with torch.no_grad():
+        attn.eta[8:] = 5.0  # the second head asks for too much
+    attn.control(x)
+    lam = torch.stack([rc.lambda_max(unit(x.unflatten(-1, (2, 8))[:, :, h]), 2.0)[0].max() for h in range(2)])
+    assert torch.allclose(attn.lam, lam, atol=1e-3) and (attn.lam <= 1).all()
+    assert attn.eta_asked.tolist() == [1.0, 5.0]
+    assert (attn.eta[:8] == 1.0).all()
+    assert torch.allclose(attn.eta[8:], 1.8 / attn.lam[1])
+    assert attn.eta_used[1] == attn.eta[8:].max() >= 1.8  # eta_c >= 2, so the clip never goes below 1.8
+    before = attn.eta.detach().clone()
+    attn.control(x, act=False)
+    assert torch.equal(before, attn.eta)
+
+
+def test_control_every_acts_on_each_kth_training_forward():
+    x = unit(torch.randn(1, 12, 8))
+    attn = ConsensusAttention(8, eta=7.0, beta=1.0, control_every=3)
+    attn.eval()
+    for _ in range(5):
+        attn(x)
+    assert attn.eta.max() == 7
+    attn.train()
+    attn(x), attn(x)
+    assert attn.eta.max() == 7
+    attn(x)
+    assert attn.eta.max() < 2.5
+
+
+def test_clip_eta():
+    assert rc.clip_eta(1.0, 1.0) == 1.0 and rc.clip_eta(3.0, 1.0) == 1.8 and rc.clip_eta(3.0, 0.9) == 2.0
+    assert rc.clip_eta(3.0, 1.0, safety=0.5) == 1.0 and rc.clip_eta(3.0, 0.0) == 3.0
+    assert torch.equal(rc.clip_eta(torch.tensor([1.0, 9.0]), torch.tensor([0.5, 0.5])), torch.tensor([1.0, 3.6]))
+
+
+def test_module_is_the_note_block_and_heads_are_separate_spheres():
+    x = tokens(2, 15, 8)
+    attn = ConsensusAttention(8, eta=0.6, beta=3.0, causal=True).double()
+    assert torch.allclose(attn(x), consensus_step(x, 0.6, 3.0, causal=True), atol=1e-13)
+    two = ConsensusAttention(8, heads=2, eta=0.6, beta=3.0).double()
+    z = unit(x.unflatten(-1, (2, 4)))
+    expected = torch.cat([consensus_step(z[..., h, :], 0.6, 3.0) for h in range(2)], -1)
+    assert torch.allclose(two(z.flatten(-2)), expected, atol=1e-13)
+    assert torch.allclose(two(5 * z.flatten(-2)), expected, atol=1e-13)  # it normalises before, too
+
+
+@pytest.mark.parametrize("change", [dict(eta=0.9), dict(beta=1.0), dict(causal=True), dict(heads=2), dict(value=True),
+                                    dict(qk=True)])
+def test_every_option_changes_the_output(change):
+    torch.manual_seed(0)
+    x = unit(torch.randn(1, 10, 8))
+    plain = ConsensusAttention(8, eta=0.5, beta=3.0)(x)
+    torch.manual_seed(0)
+    other = ConsensusAttention(**{**dict(dim=8, eta=0.5, beta=3.0), **change})(x)
+    assert (plain - other).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("arm", ["consensus", "consensus-v", "consensus-qkv"])
+def test_compile_without_graph_break_autocast_and_state_dict(arm):
+    torch.manual_seed(0)
+    attn = ConsensusAttention(16, heads=2, eta=0.5, beta=3.0, causal=True, **ARMS[arm][0])
+    x = unit(torch.randn(2, 12, 2, 8)).flatten(-2)
+    compiled = torch.compile(attn, backend="eager", fullgraph=True)  # fullgraph raises at any break
+    assert torch.allclose(attn(x), compiled(x), atol=1e-6)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = attn(x)
+    assert mixed.dtype == torch.float32  # the state keeps its precision
+    assert (unit(mixed.unflatten(-1, (2, 8))).flatten(-2) - mixed).abs().max() < 1e-6
+    assert 0 < (mixed - attn(x)).abs().max() < 0.05
+    other = ConsensusAttention(16, heads=2, eta=9.0, beta=3.0, causal=True, **ARMS[arm][0])
+    other.load_state_dict(attn.state_dict())
+    assert torch.equal(other(x), attn(x))
+
+
+@pytest.mark.parametrize("bad", [dict(dim=9), dict(dim=12, heads=4), dict(dim=10, heads=3), dict(dim=8, eta=-1.0),
+                                 dict(dim=8, eta=math.nan), dict(dim=8, beta=math.inf), dict(dim=8, beta=-0.1)])
+def test_bad_arguments_are_refused(bad):
+    with pytest.raises(ValueError, match="must be"):
+        ConsensusAttention(**bad)
+
+
+def test_odd_head_size_is_refused_by_rope():
+    with pytest.raises(ValueError, match="even"):
+        rope(torch.zeros(3, 5))
+
+
+# --------------------------------------------------------------------------------------------------- model.py
+
+@pytest.mark.parametrize("dim, heads, layers", [(64, 4, 24), (128, 4, 4), (32, 2, 3)])
+def test_parameter_counts_are_equal(dim, heads, layers):
+    counts = {arm: sum(p.numel() for p in Transformer(65, layers, dim, heads, arm).parameters()) for arm in ARMS}
+    assert len(set(counts.values())) == 1
+    assert counts["standard"] == layers * (12 * dim ** 2 + 2 * dim) + 2 * 65 * dim + dim
+
+
+def test_states_and_loop():
+    torch.manual_seed(0)
+    ids = torch.randint(11, (2, 9))
+    for arm in ARMS:
+        model = Transformer(11, 4, 16, 2, arm, loop=True)
+        assert len(model.blocks) == 1
+        states = model.states(ids)
+        assert len(states) == 5
+        assert torch.equal(model.head(model.norm(states[-1])), model(ids)[0])
+        if arm != "standard":
+            for x in states:
+                assert (x.unflatten(-1, (2, 8)).norm(dim=-1) - 1).abs().max() < 1e-6
+
+
+def test_loss_is_the_cross_entropy_in_nats():
+    model = Transformer(11, 2, 16, 2)
+    torch.nn.init.zeros_(model.head.weight)
+    ids = torch.randint(11, (2, 9))
+    assert math.isclose(model(ids, ids)[1].item(), math.log(11), rel_tol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------- metrics.py
+
+def test_angular_diameter():
+    x = tokens(3, 40, 5)
+    exact = torch.arccos(metrics.cosine_matrix(x)).amax((-2, -1))
+    assert torch.allclose(metrics.angular_diameter(x), exact, atol=1e-7)
+    equal = tokens(16, dtype=torch.float32).expand(300, 16)
+    assert metrics.angular_diameter(equal) < 1e-6  # arccos gives 0.014 here at worst
+    pair = torch.tensor([[1.0, 0.0], [math.cos(1e-4), math.sin(1e-4)], [math.cos(5e-5), math.sin(5e-5)]])
+    assert math.isclose(metrics.angular_diameter(pair).item(), 1e-4, rel_tol=1e-3)
+    opposite = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]])
+    assert math.isclose(metrics.angular_diameter(opposite).item(), math.pi, rel_tol=1e-6)
+
+
+def test_metrics_in_row_blocks(monkeypatch):
+    x = tokens(2, 50, 5)
+    whole = metrics.angular_diameter(x), metrics.antipolar_fraction(x, -0.5)
+    monkeypatch.setattr(metrics, "BLOCK", 7)
+    assert torch.allclose(metrics.angular_diameter(x), whole[0], atol=1e-12)
+    assert torch.equal(metrics.antipolar_fraction(x, -0.5), whole[1])
+
+
+def test_antipolar_fraction_counts_pairs():
+    x = torch.tensor([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0], [0.0, 1.0]])
+    assert math.isclose(metrics.antipolar_fraction(x).item(), 2 / 6, rel_tol=1e-6)
+    assert metrics.antipolar_fraction(x[:1]) == 0
+
+
+def test_entropy_and_effective_rank():
+    assert metrics.cosine_entropy(tokens(6).expand(10, 6)).abs() < 1e-10
+    assert torch.allclose(metrics.cosine_entropy(torch.eye(6)), torch.tensor(math.log(6)))
+    assert torch.allclose(metrics.effective_rank(torch.eye(6)[:3].repeat(5, 1)), torch.tensor(3.0))
+    for n, d in ((20, 5), (5, 20)):  # n x n or d x d, the same eigenvalues
+        x = tokens(n, d)
+        p = torch.linalg.eigvalsh(metrics.cosine_matrix(x) / n).clamp_min(1e-300)
+        assert math.isclose(metrics.cosine_entropy(x).item(), -(p * p.log()).sum().item(), rel_tol=1e-9)
+
+
+def test_spherical_kmeans_and_cluster_count():
+    centres = torch.eye(8)[:5]
+    noise = torch.randn(60, 8, generator=torch.Generator().manual_seed(0))
+    x = unit(centres.repeat(12, 1) + 0.05 * noise)
+    found, labels, score = metrics.spherical_kmeans(x, 5)
+    assert found.shape == (5, 8) and labels.shape == (60,) and score > 0.98
+    truth = torch.arange(60) % 5
+    assert all(len(labels[truth == c].unique()) == 1 for c in range(5)) and len(labels.unique()) == 5
+    assert math.isclose(score.item(), (x * found[labels]).sum(-1).mean().item(), rel_tol=1e-5)
+    k, curve = metrics.cluster_count(torch.stack((x, unit(centres[:2].repeat(30, 1) + 0.05 * noise))))
+    assert k.tolist() == [5, 2] and curve.shape == (2, 5) and (curve[0, :4] < 0.9).all()
+    apart = torch.eye(6)
+    assert metrics.cluster_count(apart, threshold=0.999)[0] == 6
+
+
+def test_small_formulas():
+    assert math.isclose(metrics.mixing_envelope(0.5, 3), (1 - math.exp(-1)) ** 3)
+    stats = metrics.grad_norm_stats([1.0, 2.0, 3.0])
+    assert math.isclose(stats["mean"], 2) and math.isclose(stats["var"], 1) and math.isclose(stats["cv"], 0.5)
+    assert math.isclose(metrics.bits_per_byte(math.log(2), 100, 200), 0.5)
+    W = torch.randn(5, 7, requires_grad=True)
+    assert metrics.count_flops(lambda: (torch.randn(3, 5) @ W).sum().backward()) == 2 * 2 * 3 * 5 * 7
+
+
+def test_perturbation_robustness_on_a_linear_loss():
+    g = torch.tensor([1.0, -2.0, 0.5])
+    found = metrics.perturbation_robustness(lambda x: (x @ g, (x > 0).float().mean()), torch.zeros(3), noise=(0.1,),
+                                            sign=(0.01,))
+    assert math.isclose(found["sign"][0.01]["loss"], 0.01 * 3.5, rel_tol=1e-5)  # s ||g||_1, known for a linear loss
+    z = torch.randn(3, generator=torch.Generator().manual_seed(0))
+    assert math.isclose(found["noise"][0.1]["loss"], 0.1 * (z @ g).item(), rel_tol=1e-4)

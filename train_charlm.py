@@ -1,0 +1,379 @@
+"""
+Character language model, 24 layers: standard RoPE attention against consensus-safe attention at equal parameters, and
+the sweep of the step size eta through its threshold.
+
+    arms        standard, consensus, consensus-v, consensus-qkv        (model.py; equal parameter counts)
+    eta_c       2/lambda_max, lambda_max = 1 - min_i A_ii              (causal mask: rope_consensus.py)
+    D           max_ij arccos(x_i^T x_j), radians                      (metrics.angular_diameter)
+    multiplier  growth of the fastest disagreement mode per attention update, at consensus
+                                                                       (rope_consensus.local_multiplier)
+
+A point of the sweep has diverged, by this file's criterion, when
+    its loss is not finite, or its validation loss is above where it started ("loss"), or
+    disagreement at consensus grows: the multiplier of some layer is above 1 ("multiplier").
+In the sweep the attention's eta is held at the given value (it is a learned parameter otherwise) and the MLP's starts at
+its usual one, so that eta is all that differs between two points.
+
+    symbol       here                 shape
+    eta          --eta, --eta-start   one number; in the model one per channel, (d,)
+    D per layer  diameter_by_layer    L + 1: before every layer and after the last
+
+Source: the note "Consensus-Safe RoPE Residual Attention", section 4.
+
+    $ python train_charlm.py                  # standard and consensus-qkv: about 5 minutes on two CPU cores
+    $ python train_charlm.py --eta            # threshold and sweep of eta: within 8 minutes on two CPU cores
+    $ python train_charlm.py --eta 0.5 1 2    # those values alone; --no-control: what the control prevents
+    $ python train_charlm.py --quick          # half a minute, to see that all of it works
+"""
+import argparse
+import copy
+import math
+import pathlib
+import sys
+
+import torch
+
+import harness
+import metrics
+import rope_consensus
+from harness import UserError
+from model import ARMS, Transformer
+
+# Recipe of each arm, tuned alike (README): peak learning rate, weight decay, first eta of attention and MLP.
+RECIPES = {
+    "standard": dict(lr=1e-2, weight_decay=0.1, eta=None),
+    "consensus": dict(lr=1e-2, weight_decay=0.0, eta=0.3),
+    "consensus-v": dict(lr=1e-2, weight_decay=0.0, eta=0.3),
+    "consensus-qkv": dict(lr=1e-2, weight_decay=0.0, eta=0.3),
+}
+SWEEP = (0.1, 0.3, 1.0, 1.5, 2.0, 2.5, 3.0, 4.5)
+
+
+def parse():
+    parser = harness.Parser("24-layer character model: standard RoPE attention against consensus-safe attention.")
+    harness.add_common(parser, layers=24, dim=64, heads=4, batch=8)
+    at_least_0 = harness.number(float, low=0)
+    parser.add_argument("--dataset", default="shakespeare", help="shakespeare, ptb, pydoc, or a UTF-8 text file "
+                        "(default: %(default)s)")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, metavar="ARM",
+                        help=f"among {', '.join(ARMS)} (default: standard consensus-qkv; with --eta standard consensus)")
+    parser.add_argument("--seq", nargs="+", type=harness.number(int, low=1), metavar="SEQ",
+                        help="sequence lengths, one after the other (default: 256; with --eta 128)")
+    parser.add_argument("--eta", nargs="*", type=at_least_0, metavar="ETA", help="sweep the attention step size over "
+                        f"these values, and measure the threshold (no value: {' '.join(map(str, SWEEP))})")
+    parser.add_argument("--eta-start", type=at_least_0, metavar="ETA",
+                        help="first step size of attention and MLP, learned from there (default: the arm's own)")
+    parser.add_argument("--beta", type=at_least_0, default=8.0, help="inverse temperature (default: %(default)s)")
+    parser.add_argument("--control-every", type=harness.number(int, low=1), default=50, metavar="K",
+                        help="steps between two controls of eta (default: %(default)s)")
+    parser.add_argument("--no-control", action="store_true", help="leave eta as it is: what the control prevents")
+    parser.add_argument("--loop", action="store_true", help="one block applied again and again (recurrent in depth)")
+    parser.add_argument("--sample", type=harness.number(int, low=0), default=200, metavar="N",
+                        help="characters of generated text for each arm (default: %(default)s)")
+    parser.add_argument("--prompt", default="\n", help="what the sample starts with (default: a line break)")
+    parser.add_argument("--temperature", type=at_least_0, default=0.8, help="of the sample; 0 takes the likeliest "
+                        "character (default: %(default)s)")
+    args = parser.parse_args()
+    sweep = args.eta is not None
+    args.arms = args.arms or (["standard", "consensus"] if sweep else ["standard", "consensus-qkv"])
+    if sweep and ("standard" not in args.arms or len(set(args.arms)) != 2):
+        raise UserError("--eta compares one controlled arm with standard: give --arms standard and one other")
+    args.eta = args.eta or SWEEP if sweep else None
+    args.seq = args.seq or [128 if sweep else 256]
+    args.steps = args.steps or (80 if sweep else 300)
+    if args.quick:
+        args.layers, args.dim, args.heads, args.batch, args.seq = 3, 32, 2, 4, [32]
+        args.steps, args.sample, args.control_every = 20, 60, 10
+        args.eta = (0.3, 3.0) if sweep else None
+    args.eval_every = args.eval_every or max(1, args.steps // 3)
+    if args.dim % args.heads or args.dim // args.heads % 2:
+        raise UserError(f"--dim {args.dim} must be --heads {args.heads} times an even head size, for RoPE's pairs")
+    return args
+
+
+# ------------------------------------------------------------------------------------------------ measurements
+
+@torch.no_grad()
+def validation_loss(model, ids, seq, device, blocks=None):
+    """Mean nats per character over the blocks that tile ids, or over the first few of them."""
+    starts = torch.arange(0, len(ids) - seq, seq)[:blocks]
+    total = 0.0
+    for part in starts.split(64):
+        total += model(*harness.windows(ids, part, seq, device))[1].item() * len(part)
+    return total / len(starts)
+
+
+def at_consensus(model, ids):
+    """The attention updates linearised at consensus, in the first, the middle and the last layer: where eta_c is exact.
+
+    The consensus is the layer's own mean token (unit per head), so that the layer sees what it is used to; float64.
+    lambda_max there is not the one the control sees, which is taken at the tokens as they are.
+    """
+    states, found = model.states(ids[:1]), []
+    for layer in sorted({0, model.layers // 2, model.layers - 1}):
+        attn = copy.deepcopy(model.stack()[layer].attn).cpu().double().eval()
+        x = rope_consensus.unit(attn.split(states[layer][0].cpu().double()).mean(-2, keepdim=True))
+        x = x.expand(-1, ids.shape[1], -1).transpose(-2, -3).flatten(-2)  # (T, d), equal rows
+        value, residual, converged = rope_consensus.local_multiplier(lambda z: attn(z, eager=True), x)
+        attn.control(x, act=False)
+        found.append({"layer": layer, "lambda_max": attn.lam.max().item(), "multiplier": value.item(),
+                      "residual": residual.item(), "converged": bool(converged)})
+    return found
+
+
+@torch.no_grad()
+def measure(model, ids):
+    """D and cosine entropy by layer, over whole token states, mean over the sequences ids (B, T); lambda_max and eta."""
+    model.eval()
+    states = [rope_consensus.unit(x.float()) for x in model.states(ids)]
+    found = {"diameter_by_layer": [metrics.angular_diameter(x).mean().item() for x in states],
+             "entropy_by_layer": [metrics.cosine_entropy(x).mean().item() for x in states]}
+    if model.arm != "standard":
+        model.control(ids, act=False)
+        found["lambda_max_by_layer"] = [block.attn.lam.max().item() for block in model.blocks]
+        found["eta_used_by_layer"] = [block.attn.eta_used.max().item() for block in model.blocks]
+        found["lambda_max"] = max(found["lambda_max_by_layer"])
+        found["eta_used"] = max(found["eta_used_by_layer"])
+    return found
+
+
+@torch.no_grad()
+def sample(model, vocabulary, prompt, length, seq, temperature, seed, device):
+    """`length` characters after the prompt; the model sees the last `seq` of them."""
+    prompt = prompt or vocabulary[0]
+    unknown = [(i, c) for i, c in enumerate(prompt) if c not in vocabulary]
+    if unknown:
+        raise UserError(f"--prompt: character {unknown[0][1]!r} at position {unknown[0][0]} does not occur in the text, so "
+                        "the model has no id for it; leave it out")
+    model.eval()
+    rng = harness.generator(seed, "sample", device=device)
+    ids = torch.tensor([[vocabulary.index(c) for c in prompt]], device=device)
+    for _ in range(length):
+        logits = model(ids[:, -seq:])[0][0, -1].float()
+        if not logits.isfinite().all():
+            raise UserError("the model's logits are not finite: it has diverged, so there is nothing to sample from")
+        if temperature == 0:
+            pick = logits.argmax().view(1)
+        else:
+            pick = torch.multinomial((logits / temperature).softmax(-1), 1, generator=rng)
+        ids = torch.cat((ids, pick[None]), 1)
+    return "".join(vocabulary[i] for i in ids[0].tolist())
+
+
+# ---------------------------------------------------------------------------------------------------- one run
+
+def run(args, data, out, progress, device, dtype, arm, seq, seed, eta=None):
+    """Train one model and measure it. eta: held at this value in the attention. Returns (model, row of the table)."""
+    recipe = RECIPES[arm]
+    start = args.eta_start if args.eta_start is not None else recipe["eta"]
+    torch.manual_seed(seed)
+    model = Transformer(len(data.vocabulary), args.layers, args.dim, args.heads, arm, eta=start if eta is None else eta,
+                        eta_mlp=start, beta=args.beta, loop=args.loop) if arm != "standard" else \
+        Transformer(len(data.vocabulary), args.layers, args.dim, args.heads, arm, loop=args.loop)
+    if eta is not None:
+        for block in model.blocks:
+            block.attn.eta.requires_grad_(False)
+    name = f"{arm}-seq{seq}-seed{seed}" + ("" if eta is None else f"-eta{eta:g}")
+
+    def batch(step):
+        starts = torch.randint(len(data.train) - seq, (args.batch,), generator=harness.generator(seed, "data", step))
+        return harness.windows(data.train, starts, seq, device)
+
+    def control(step, inputs):
+        if arm != "standard" and step % args.control_every == 0:
+            model.control(inputs, act=not args.no_control)
+            attns = [block.attn for block in model.blocks]
+            return {"lambda_max": max(a.lam.max().item() for a in attns),
+                    "eta_asked": max(a.eta_asked.max().item() for a in attns),
+                    "eta_used": max(a.eta_used.max().item() for a in attns)}
+
+    lr = args.lr or recipe["lr"]
+    result = harness.train(
+        out / name, model, batch, seed=seed, steps=args.steps, lr=lr, weight_decay=recipe["weight_decay"],
+        header=dict(arm=arm, seq=seq, batch=args.batch, layers=args.layers, dim=args.dim, heads=args.heads, eta=eta,
+                    eta_start=start, beta=args.beta, loop=args.loop, control=not args.no_control,
+                    control_every=args.control_every, dataset=data.name, vocabulary=data.vocabulary, data=data.sha256),
+        device=device, dtype=dtype, eval_every=args.eval_every,
+        evaluate=lambda m: {"val_loss": validation_loss(m, data.valid, seq, device, blocks=32)},
+        every=control, compile=args.compile, progress=progress, label=name)
+    norms = [g for g in result["grad_norms"] if g is not None]
+    stats = metrics.grad_norm_stats(norms)
+    row = dict(arm=arm, seq=seq, seed=seed, lr=lr, eta=eta, diverged=result["diverged"],
+               diverged_at=result["diverged_at"], start_loss=result["evaluations"][0]["val_loss"], val_loss=None,
+               train_loss=result["train_loss_last"], grad_norm_mean=stats["mean"], grad_norm_var=stats["var"])
+    if not result["diverged"]:
+        row["val_loss"] = validation_loss(model.eval(), data.valid, seq, device)
+        row["bits_per_byte"] = metrics.bits_per_byte(row["val_loss"], len(data.valid), data.valid_bytes)
+        ids = harness.windows(data.valid, torch.arange(4) * max(1, (len(data.valid) - seq) // 4), seq, device)[0]
+        row.update(measure(model, ids))
+        if eta is not None:
+            row["consensus"] = at_consensus(model, ids)
+            row["local_multiplier"] = max(layer["multiplier"] for layer in row["consensus"])
+            row["eta_c"] = 2 / max(layer["lambda_max"] for layer in row["consensus"])
+            row["eta_over_eta_c"] = eta / row["eta_c"]
+    return model, row
+
+
+# ------------------------------------------------------------------------------------------------- two commands
+
+def compare(args, data, out, device, dtype):
+    """Every arm, sequence length and seed on the same batches: rows, table, verdicts, figure, samples."""
+    points = [(seq, seed, arm) for seq in args.seq for seed in range(args.seed, args.seed + args.seeds) for arm in args.arms]
+    progress = harness.Progress(args.steps * len(points))
+    rows, samples = [], []
+    for seq, seed, arm in points:
+        model, row = run(args, data, out, progress, device, dtype, arm, seq, seed)
+        rows.append(row)
+        if args.sample and seed == args.seed and not row["diverged"]:
+            text = sample(model, data.vocabulary, args.prompt, args.sample, seq, args.temperature, seed, device)
+            samples.append({"arm": arm, "seq": seq, "text": text})
+    progress.close()
+    verdicts = []
+    for seq in args.seq:
+        loss = {arm: [r["val_loss"] for r in rows if r["arm"] == arm and r["seq"] == seq] for arm in args.arms}
+        for arm in args.arms[1:]:
+            verdicts.append(harness.paired_verdict(f"{arm} ends below {args.arms[0]}, seq {seq}, nats per character",
+                                                   loss[arm], loss[args.arms[0]]))
+    for row in rows:
+        row["diameter_last"] = row.get("diameter_by_layer", [None])[-1]
+        row["ms_per_step"] = 1e3 * harness.read_json(out / f"{row['arm']}-seq{row['seq']}-seed{row['seed']}" /
+                                                     "timing.json")["seconds_per_step"]
+        row["chars_per_second"] = args.batch * row["seq"] / row["ms_per_step"] * 1e3
+    print(harness.table(rows, {
+        "arm": ("arm", ""), "seq": ("seq", "d"), "seed": ("seed", "d"), "val_loss": ("val loss", ".4f"),
+        "bits_per_byte": ("bits/byte", ".4f"), "diameter_last": ("D last", ".3f"),
+        "grad_norm_mean": ("|grad|", ".3f"), "grad_norm_var": ("var", ".3g"), "lambda_max": ("lambda_max", ".4f"),
+        "eta_used": ("eta used", ".3f"), "chars_per_second": ("chars/s", ".0f")}))
+    for item in samples:
+        print(f"\n--- {item['arm']}, seq {item['seq']}:\n{item['text']}")
+    for row in rows:
+        del row["ms_per_step"], row["chars_per_second"]  # these differ between equal runs: they stay in timing.json
+    figure, (left, right) = harness.figure_axes(2)
+    for arm, style in zip(args.arms, ("k-", "k--", "k:", "k-.")):
+        first = next(r for r in rows if r["arm"] == arm)
+        curve = harness.read_json(out / f"{arm}-seq{first['seq']}-seed{first['seed']}" / "result.json")["evaluations"]
+        left.plot([e["step"] for e in curve], [e["val_loss"] for e in curve], style, marker="o", mfc="none", label=arm)
+        if not first["diverged"]:
+            right.plot(first["diameter_by_layer"], style, label=arm)
+    left.set(xlabel="training step", ylabel="validation loss (nats per character)")
+    right.axhline(math.pi, color="0.6", lw=1, label="pi, the most there is")
+    right.set(xlabel="layer", ylabel="angular diameter D (radians)", ylim=(0, 3.4))
+    left.legend(), right.legend()
+    with harness.writing(out):
+        figure.savefig(out / "compare.png", dpi=110)
+    return {"runs": rows, "samples": samples, "verdicts": verdicts}
+
+
+def sweep(args, data, out, device, dtype):
+    """(a) the toy block's threshold; (b) the sweep of eta beside the standard arm: table, figure, verdicts."""
+    print("(a) the toy block, no mask, d = 16: step size at which disagreement starts to grow")
+    toy = []
+    for beta, n in ((0.5, 64), (1, 64), (2, 64), (4, 64), (8, 64), (1, 256)):
+        if args.quick and beta not in (1, 8) or args.quick and n == 256:
+            continue
+        eta_c, observed = rope_consensus.measure_threshold(beta, n, steps=100 if n == 256 else 200)
+        toy.append(dict(beta=beta, n=n, eta_c=eta_c, eta_observed=observed, rel_error=observed / eta_c - 1))
+    print(harness.table(toy, {"beta": ("beta", "g"), "n": ("n", "d"), "eta_c": ("eta_c", ".4f"),
+                              "eta_observed": ("measured", ".4f"), "rel_error": ("difference", ".2%")}))
+    contraction = []
+    for beta in (0.25, 0.5, 1, 2, 4):
+        diameter = rope_consensus.contraction(beta)
+        factor = (diameter[:, 1:] / diameter[:, :-1])[diameter[:, 1:] > 1e-12].max().item()
+        tau = metrics.dobrushin(rope_consensus.attention_matrix(rope_consensus.two_clusters(64, 16), beta)).item()
+        contraction.append(dict(beta=beta, worst_factor=factor, bound=metrics.mixing_envelope(beta, 1), gap=1 - tau))
+
+    seq, arm = args.seq[0], next(a for a in args.arms if a != "standard")
+    print(f"\n(b) {arm}, {args.layers} layers, seq {seq}, {args.steps} steps a point, control "
+          f"{'off' if args.no_control else f'every {args.control_every} steps'}")
+    progress = harness.Progress(args.steps * (1 + len(args.eta)))
+    _, standard = run(args, data, out, progress, device, dtype, "standard", seq, args.seed)
+    rows = [run(args, data, out, progress, device, dtype, arm, seq, args.seed, eta)[1] for eta in args.eta]
+    progress.close()
+    for row in rows:
+        by = [name for name, hit in (
+            ("loss", row["diverged"] or row["val_loss"] > row["start_loss"]),
+            ("multiplier", not row["diverged"] and row["local_multiplier"] > 1)) if hit]
+        row["diverged"], row["diverged_by"] = bool(by), " ".join(by)
+        row["diameter_last"] = row.get("diameter_by_layer", [None])[-1]
+        row["control_acted"] = row.get("eta_used", row["eta"]) < row["eta"] * (1 - 1e-6)
+    standard["diameter_last"] = standard.get("diameter_by_layer", [None])[-1]
+    print(harness.table([standard, *rows], {
+        "arm": ("arm", ""), "eta": ("eta", "g"), "eta_over_eta_c": ("eta/eta_c", ".3f"), "eta_used": ("used", ".3f"),
+        "lambda_max": ("lambda_max", ".4f"), "local_multiplier": ("multiplier", ".3f"), "val_loss": ("val loss", ".4f"),
+        "diameter_last": ("D last", ".3f"), "grad_norm_mean": ("|grad|", ".3f"), "diverged_by": ("diverged by", "")}))
+
+    worst = max(abs(t["rel_error"]) for t in toy)
+    verdicts = [
+        {"claim": "the toy block's threshold is within 20% of eta_c (aim: 1%)",
+         "measured": f"worst difference {worst:.2%}", "verdict": "holds" if worst < 0.2 else "does not hold"},
+        {"claim": "averaging never decays slower than (1 - exp(-2 beta))^t",
+         "measured": f"worst factor over bound {max(c['worst_factor'] / c['bound'] for c in contraction):.4f}",
+         "verdict": "holds" if all(c["worst_factor"] <= c["bound"] for c in contraction) else "does not hold"},
+    ]
+    # slope of log(1 - tau) against beta between the two largest beta: -2 when contraction weakens as exp(-2 beta)
+    slope = math.log(contraction[-1]["gap"] / contraction[-2]["gap"]) / (contraction[-1]["beta"] - contraction[-2]["beta"])
+    verdicts.append({"claim": "contraction weakens exponentially in beta, as exp(-2 beta)",
+                     "measured": f"two opposite clusters: d log(1 - tau) / d beta = {slope:.3f}",
+                     "verdict": "holds" if abs(slope + 2) < 0.1 else "does not hold"})
+    grown = [row for row in rows if row["diverged"]]
+    where = (f"first at eta/eta_c = {grown[0]['eta_over_eta_c'] or math.nan:.2f} by {grown[0]['diverged_by']}"
+             if grown and grown[0].get("eta_over_eta_c") else "nowhere" if not grown else f"first at eta = {grown[0]['eta']:g}")
+    if args.no_control:
+        below = [r for r in rows if r.get("eta_over_eta_c") and r["eta_over_eta_c"] < 0.8]
+        above = [r for r in rows if not r.get("eta_over_eta_c") or r["eta_over_eta_c"] > 1.2]
+        right = not any(r["diverged"] for r in below) and all(r["diverged"] for r in above)
+        verdict = "not decided" if not (below and above) else "holds" if right else "does not hold"
+        verdicts.append({"claim": f"{args.layers} layers, no control: divergence begins within 20% of eta_c",
+                         "measured": where, "verdict": verdict})
+    else:
+        verdicts.append({"claim": f"{args.layers} layers: with the control no point diverges", "measured": where,
+                         "verdict": "does not hold" if grown else "holds"})
+    figure, axes = harness.figure_axes(3)
+    ratio = [row.get("eta_over_eta_c") for row in rows]
+    for axis, key, label in zip(axes, ("val_loss", "diameter_last", "local_multiplier"),
+                                ("validation loss (nats per character)", "D after the last layer (radians)",
+                                 "multiplier per attention update at consensus")):
+        axis.plot(ratio, [row.get(key) for row in rows], "ko-", mfc="none", label=arm)
+        axis.axvline(1, color="0.6", ls=":", label="eta_c")
+        axis.set(xlabel="eta / eta_c", ylabel=label)
+        if key in standard:
+            axis.axhline(standard[key], color="k", ls="--", lw=1, label="standard")
+    axes[2].axhline(1, color="0.6", lw=1)
+    theory = [0.02 * k for k in range(int(50 * max([r for r in ratio if r] or [1])) + 2)]
+    axes[2].plot(theory, [max(abs(1 - 2 * t), 0) for t in theory], color="0.6", label="theory |1 - eta lambda_max|")
+    for axis in axes:
+        axis.legend(fontsize=7)
+    with harness.writing(out):
+        figure.savefig(out / "sweep.png", dpi=110)
+    return {"toy": toy, "contraction": contraction, "standard": standard, "sweep": rows, "verdicts": verdicts}
+
+
+def main():
+    args = parse()
+    device, dtype, line = harness.pick_device(args.device, args.dtype, args.threads)
+    print(line)
+    text = harness.load_text(args.dataset, args.data_dir)
+    data = harness.character_data(text, max(args.seq))
+    for arm in args.arms:
+        if args.lr is None and (args.layers, args.dim) != (24, 64) and not args.quick:
+            print("note: the default learning rates are tuned for 24 layers and d = 64; set --lr for other sizes")
+            break
+    params = {arm: sum(p.numel() for p in Transformer(len(data.vocabulary), args.layers, args.dim, args.heads, arm,
+                                                      loop=args.loop).parameters()) for arm in ARMS}
+    print(f"data: {text.name}, {len(text.text)} characters, {len(data.vocabulary)} different"
+          f"{'; it holds ' + text.notes if text.notes else ''}; parameters {params[args.arms[0]]:,} in every arm")
+    out, lock = harness.open_folder(args.out, args.resume, "charlm" if args.eta is None else "charlm-eta")
+    config = {"command": " ".join(["python", *sys.argv]), "dataset": text.name, "params": params}
+    harness.write_json(out / "config.json", {**config, "options": {k: str(v) for k, v in vars(args).items()},
+                                             "environment": harness.environment(device)})
+    with lock:
+        found = (compare if args.eta is None else sweep)(args, data, out, device, dtype)
+    harness.write_json(out / "summary.json", {**config, **found})
+    print()
+    for verdict in found["verdicts"]:
+        print(f"{verdict['verdict']:>13}: {verdict['claim']} ({verdict['measured']})")
+    print(f"results in {out}")
+
+
+if __name__ == "__main__":
+    harness.run_main(main)

@@ -214,9 +214,8 @@ def checksum(data, algorithm):
 
 
 def download(url, path, algorithm, expected, tries=3, timeout=20):
-    """url into path, checked before it gets that name. A cut-off download is continued; anything wrong is removed.
-
-    Raises UserError with the last reason. path is never touched unless the new content is right.
+    """url into path, checked before it gets that name. A cut-off download is continued, also by the next call; anything
+    wrong is removed. Raises UserError with the last reason. path is never touched unless the new content is right.
     """
     part = pathlib.Path(f"{path}.part")
     reason = ""
@@ -227,18 +226,23 @@ def download(url, path, algorithm, expected, tries=3, timeout=20):
             with writing(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
             with urllib.request.urlopen(request, timeout=timeout) as reply:
+                length = reply.headers.get("Content-Length")
                 if reply.url.startswith("http:") and not url.startswith("http:"):
                     raise UserError(f"{url} redirects to an unencrypted address, {reply.url}: not followed")
                 with writing(part), open(part, "ab" if reply.status == 206 else "wb") as file:
+                    begin = file.tell()
                     while chunk := reply.read(1 << 16):
                         file.write(chunk)
+                    got = file.tell() - begin
                     file.flush()
                     os.fsync(file.fileno())
+            if length is not None and got < int(length):
+                raise ConnectionError(f"cut off after {got} of {length} bytes")
         except (urllib.error.URLError, TimeoutError, ConnectionError, OSError) as error:
             reason = f"{getattr(error, 'reason', error)}"
             if isinstance(error, urllib.error.HTTPError):
                 reason = f"HTTP {error.code}"
-                part.unlink(missing_ok=True)
+                part.unlink(missing_ok=True)  # 416 above all: the part is longer than the file
             if attempt + 1 < tries:
                 time.sleep(min(2 ** attempt, 5) * 0.1)
             continue
@@ -251,7 +255,6 @@ def download(url, path, algorithm, expected, tries=3, timeout=20):
         kind = "an HTML page" if page.startswith((b"<!doctype", b"<html")) else f"{len(data)} bytes of something else"
         reason = f"got {kind} ({algorithm} {found[:12]}..., expected {expected[:12]}...)"
         part.unlink()
-    part.unlink(missing_ok=True)
     raise UserError(f"could not download {url}: {reason}; download it yourself and put it as {path.name} "
                     "in a folder given with --data-dir")
 
@@ -473,11 +476,11 @@ def first_bad(model):
 
 
 def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device, dtype, evaluate, eval_every,
-          warmup=100, clip=1.0, every=None, save_every=100, compile=False, progress, label):
+          warmup=100, clip=1.0, every=None, compile=False, progress, label):
     """Train model for `steps`; returns the result, also left in folder/result.json, and skips what is done.
 
     batch(step) -> (inputs, targets); model(inputs, targets) -> (_, loss). evaluate(model) -> dict, every eval_every steps
-    and at the end. every(step, inputs) -> dict or None runs before each step, outside autograd and compilation, and what
+    and at the end, where a checkpoint is saved too. every(step, inputs) -> dict or None runs before each step, outside autograd and compilation, and what
     it returns is logged. header: plain values that a checkpoint must share with the run that resumes it.
     On a CPU a stopped and resumed run is bit-equal to an unbroken one. Diverged runs end with diverged = True.
     """
@@ -561,11 +564,11 @@ def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device
                 seconds += time.perf_counter() - started
                 progress.advance(label)
                 last = step + 1 == steps
-                if last or (step + 1) % eval_every == 0:
+                due = last or (step + 1) % eval_every == 0
+                if due or interrupts.stop:
                     flush()
-                    look(step + 1)
-                if last or (step + 1) % save_every == 0 or interrupts.stop:
-                    flush()
+                    if due:
+                        look(step + 1)
                     save(step + 1)
                 if interrupts.stop and not last:
                     raise UserError(f"interrupted at step {step + 1} of {label}; go on with the same command and "

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 import harness
 import metrics
 import rope_consensus as rc
+import train_charlm
 from model import ARMS, Transformer
 from rope_consensus import ConsensusAttention, attention_matrix, consensus_step, rope, unit
 
@@ -41,11 +42,15 @@ def script(*args, cwd=HERE, timeout=170, **env):
                           timeout=timeout)
 
 
-def refused(done, *words):
-    """One clear line on stderr that has these words, exit code 2, no traceback."""
-    assert done.returncode == 2, done.stderr
-    lines = [line for line in done.stderr.splitlines() if not line.startswith("WARNING")]
-    assert len(lines) == 1 and lines[0].startswith("error: "), done.stderr
+def refused(capsys, main, argv, *words):
+    """main() with these arguments ends with exit code 2 and one clear line on stderr that has the words."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
+        patch.setattr(sys, "argv", ["script.py", *map(str, argv)])
+        harness.run_main(main)
+    errors = capsys.readouterr().err
+    assert stop.value.code == 2, errors
+    lines = [line for line in errors.splitlines() if not line.startswith("WARNING")]
+    assert len(lines) == 1 and lines[0].startswith("error: "), errors
     for word in words:
         assert word in lines[0], lines[0]
 
@@ -527,3 +532,395 @@ def test_perturbation_robustness_on_a_linear_loss():
     assert math.isclose(found["sign"][0.01]["loss"], 0.01 * 3.5, rel_tol=1e-5)  # s ||g||_1, known for a linear loss
     z = torch.randn(3, generator=torch.Generator().manual_seed(0))
     assert math.isclose(found["noise"][0.1]["loss"], 0.1 * (z @ g).item(), rel_tol=1e-4)
+
+
+# ------------------------------------------------------------------------------------ harness.py: data and text
+
+def sources(monkeypatch, tmp_path, url, content):
+    """One data set of the project's, served by a local server instead of its own."""
+    monkeypatch.setattr(harness, "CACHE", tmp_path / "cache")
+    monkeypatch.setitem(harness.SOURCES, "shakespeare",
+                        [("tinyshakespeare.txt", url, "sha256", harness.checksum(content, "sha256"))])
+
+
+@pytest.fixture
+def server():
+    """A local HTTP server whose answers a test sets: server.answers = [function(handler), ...], the last one repeats."""
+    import http.server
+    import threading
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            web.requests.append(dict(self.headers))
+            answer = web.answers.pop(0) if len(web.answers) > 1 else web.answers[0]
+            answer(self)
+
+        def log_message(self, *_):
+            pass
+
+    web = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    web.requests, web.url = [], f"http://127.0.0.1:{web.server_address[1]}/data.txt"
+    threading.Thread(target=web.serve_forever, daemon=True).start()
+    yield web
+    web.shutdown()
+    web.server_close()
+
+
+def reply(body, status=200, length=None, **headers):
+    def answer(handler):
+        handler.send_response(status)
+        handler.send_header("Content-Length", str(len(body) if length is None else length))
+        for name, value in headers.items():
+            handler.send_header(name.replace("_", "-"), value)
+        handler.end_headers()
+        handler.wfile.write(body)
+        handler.close_connection = True
+    return answer
+
+
+TEXT = ("To be, or not to be, that is the question.\n" * 60).encode()
+
+
+def test_download_is_checked_and_cached(server, monkeypatch, tmp_path):
+    sources(monkeypatch, tmp_path, server.url, TEXT)
+    server.answers = [reply(TEXT)]
+    assert harness.load_text("shakespeare").text == TEXT.decode()
+    assert harness.load_text("shakespeare").name == "shakespeare" and len(server.requests) == 1  # the second from the cache
+
+
+def test_cut_off_download_is_continued(server, monkeypatch, tmp_path):
+    def rest(handler):
+        begin = int(re.match(r"bytes=(\d+)-", handler.headers["Range"]).group(1))
+        assert begin == 1000
+        reply(TEXT[begin:], status=206)(handler)
+
+    sources(monkeypatch, tmp_path, server.url, TEXT)
+    server.answers = [reply(TEXT[:1000], length=len(TEXT)), rest]
+    assert harness.load_text("shakespeare").text == TEXT.decode()
+    assert not list((tmp_path / "cache").glob("*.part"))
+
+
+@pytest.mark.parametrize("answer, words", [
+    (reply(b"<!DOCTYPE html><html>log in</html>"), "an HTML page"), (reply(b"no", status=403), "HTTP 403"),
+    (reply(b""), "0 bytes"), (reply(TEXT[:-1]), "bytes of something else"),
+    (lambda handler: time.sleep(1), "timed out")])
+def test_bad_downloads_never_become_data(server, monkeypatch, tmp_path, answer, words):
+    sources(monkeypatch, tmp_path, server.url, TEXT)
+    server.answers = [answer]
+    path = tmp_path / "good.txt"
+    path.write_bytes(b"what was there")
+    with pytest.raises(harness.UserError, match=words):
+        harness.download(server.url, path, "sha256", harness.checksum(TEXT, "sha256"), tries=2, timeout=0.2)
+    assert path.read_bytes() == b"what was there" and [p.name for p in tmp_path.iterdir()] == ["good.txt"]
+
+
+def test_named_text_falls_back_to_pydoc_loudly(server, monkeypatch, tmp_path, capsys):
+    sources(monkeypatch, tmp_path, server.url, TEXT)
+    server.answers = [reply(b"no", status=404)]
+    text = harness.load_text("shakespeare")
+    assert text.name == "pydoc" and len(text.text) > 400_000
+    assert "WARNING" in capsys.readouterr().err
+
+
+def test_wrong_file_in_data_dir_is_refused_and_kept(tmp_path, capsys):
+    page = tmp_path / "tinyshakespeare.txt"
+    page.write_text("<html>captive portal</html>")
+    refused(capsys, train_charlm.main, ["--quick", "--data-dir", tmp_path, "--out", tmp_path / "out"], "not the expected")
+    assert page.read_text() == "<html>captive portal</html>" and not (tmp_path / "out").exists()
+
+
+def test_text_is_read_as_its_bytes_are(tmp_path):
+    text = "\ufeffone\r\ntwo\rthree\u2028four\x85five\x0bsix\0seven é <|endoftext|> un<|endoftext|>word\n" * 40
+    (tmp_path / "odd.txt").write_bytes(text.encode())
+    loaded = harness.load_text(str(tmp_path / "odd.txt"))
+    assert loaded.text == text
+    for note in ("40 BOM", "40 CRLF", "40 lone CR", "40 U+2028", "40 NEL", "40 VT", "40 NUL"):
+        assert note in loaded.notes
+    data = harness.character_data(loaded, 16)
+    ids = torch.cat((data.train, data.valid))
+    assert "".join(data.vocabulary[i] for i in ids.tolist()).encode() == text.encode()
+
+
+def test_ids_hold_a_large_vocabulary(tmp_path):
+    text = "".join(chr(c) for c in range(0x10000, 0x10000 + 66_000)) * 2  # ids past 65535 would wrap in uint16
+    (tmp_path / "wide.txt").write_text(text, encoding="utf-8")
+    data = harness.character_data(harness.load_text(str(tmp_path / "wide.txt")), 8)
+    assert len(data.vocabulary) == 66_000 and data.train.max() == 65_999
+
+
+@pytest.mark.parametrize("content, words", [
+    (b"good text " * 300 + b"\xff\xfe", ["not UTF-8", "offset 3000"]), (b"short", ["5 characters", "needs 33"]),
+    (b"a" * 5000, ["nothing to learn"]), (b"", ["nothing to learn"]), (b"ab" * 150, ["validation part of 30", "needs 33"])])
+def test_unusable_texts_are_refused(tmp_path, capsys, content, words):
+    (tmp_path / "bad.txt").write_bytes(content)
+    refused(capsys, train_charlm.main, ["--quick", "--dataset", tmp_path / "bad.txt", "--out", tmp_path / "out"], *words)
+    assert not (tmp_path / "out").exists() and (tmp_path / "bad.txt").read_bytes() == content
+
+
+def test_windows_never_leave_the_text():
+    ids = torch.arange(100)
+    x, y = harness.windows(ids, torch.tensor([0, 100 - 9]), 8, "cpu")
+    assert x[0].tolist() == [*range(8)] and y[1].tolist() == [*range(92, 100)]
+
+
+def test_generators_are_separate():
+    draw = lambda *key: torch.rand(4, generator=harness.generator(*key)).tolist()
+    assert draw(0, "data", 3) == draw(0, "data", 3)
+    assert len({tuple(draw(*key)) for key in ((0, "data", 3), (1, "data", 3), (0, "data", 4), (0, "noise", 3))}) == 4
+
+
+# --------------------------------------------------------------------------------- harness.py: runs and resuming
+
+RUN = ["train_charlm.py", "--quick", "--dataset", "pydoc", "--arms", "consensus-qkv", "--eval-every", "4", "--seeds", "2"]
+EQUAL = ("summary.json", *(f"consensus-qkv-seq32-seed{s}/{name}" for s in (0, 1) for name in ("metrics.jsonl", "result.json")))
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """A run that nobody stopped, and how long it took."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    began = time.monotonic()
+    done = script(HERE / RUN[0], *RUN[1:], "--out", "out", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "out", time.monotonic() - began
+
+
+def assert_equal_runs(left, right):
+    for name in EQUAL:
+        assert (left / name).read_bytes() == (right / name).read_bytes(), name
+    for name in ("consensus-qkv-seq32-seed0", "consensus-qkv-seq32-seed1"):
+        a, b = (torch.load(out / name / "checkpoint.pt", weights_only=True) for out in (left, right))
+        assert a["step"] == b["step"] == 20
+        for key in a["model"]:
+            assert torch.equal(a["model"][key], b["model"][key]), key
+
+
+def killed_and_resumed(folder, moments, unbroken):
+    for moment in moments:
+        resume = ["--resume"] if (folder / "out" / "config.json").exists() else []
+        process = subprocess.Popen([sys.executable, HERE / RUN[0], *RUN[1:], "--out", "out", *resume], cwd=folder, env=ENV,
+                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(moment)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    resume = ["--resume"] if (folder / "out" / "config.json").exists() else []
+    done = script(HERE / RUN[0], *RUN[1:], "--out", "out", *resume, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert_equal_runs(unbroken[0], folder / "out")
+
+
+def test_killed_runs_resume_bit_equal(tmp_path, unbroken):
+    rng = random.Random(1)
+    killed_and_resumed(tmp_path, [unbroken[1] * rng.uniform(0.5, 1) for _ in range(3)], unbroken)
+
+
+@pytest.mark.slow
+def test_killed_twenty_times(tmp_path, unbroken):
+    rng = random.Random(2)
+    for k in range(20):
+        (tmp_path / str(k)).mkdir()
+        killed_and_resumed(tmp_path / str(k), [unbroken[1] * rng.uniform(0.3, 1)], unbroken)
+
+
+def small_run(folder, steps=12, stop_at=None, every=4, seed=0, optimizer=None, compile=False, bad_step=None, **header):
+    """harness.train in this process, on a tiny model with dropout; stop_at: a SIGINT (two, in fact) arrives there."""
+    torch.manual_seed(seed)
+    model = torch.nn.ModuleDict({"net": torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Dropout(0.3),
+                                                            torch.nn.Linear(16, 1))})
+    seen = []
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = model["net"]
+
+        def forward(self, x, y):
+            return None, F.mse_loss(self.net(x)[:, 0], y) * (math.nan if len(seen) - 1 == bad_step else 1)
+
+    def batch(step):
+        seen.append(step)
+        if step == stop_at:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        x = torch.randn(8, 6, generator=harness.generator(seed, "data", step))
+        return x, x.sum(-1)
+
+    net = Net()
+    result = harness.train(folder, net, batch, header, seed=seed, steps=steps, lr=0.01, weight_decay=0.1,
+                           device=torch.device("cpu"), dtype=None, eval_every=every, compile=compile,
+                           evaluate=lambda m: {"weight": m.net[0].weight.sum().item()}, progress=harness.Progress(steps),
+                           label="small")
+    return net, result, seen
+
+
+def test_interrupt_saves_and_resume_repeats_no_batch(tmp_path):
+    whole, result, _ = small_run(tmp_path / "whole")
+    with pytest.raises(harness.UserError, match="--resume"):
+        small_run(tmp_path / "cut", stop_at=5)
+    net, again, seen = small_run(tmp_path / "cut")
+    assert seen == [6, 7, 8, 9, 10, 11] and again == result
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), net.parameters()))
+    assert (tmp_path / "cut/metrics.jsonl").read_bytes() == (tmp_path / "whole/metrics.jsonl").read_bytes()
+
+
+def test_evaluation_changes_no_training_number(tmp_path):
+    often, _, _ = small_run(tmp_path / "often", every=1)
+    seldom, _, _ = small_run(tmp_path / "seldom", every=100)
+    assert all(torch.equal(a, b) for a, b in zip(often.parameters(), seldom.parameters()))
+
+
+def test_broken_checkpoint_falls_back_to_the_one_before(tmp_path, capsys):
+    whole, result, _ = small_run(tmp_path / "whole")
+    small_run(tmp_path / "cut")
+    (tmp_path / "cut/result.json").unlink()
+    newest = tmp_path / "cut/checkpoint.pt"
+    newest.write_bytes(newest.read_bytes()[:500])
+    net, again, seen = small_run(tmp_path / "cut")
+    assert seen == [8, 9, 10, 11] and again == result and "cannot be read" in capsys.readouterr().err
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), net.parameters()))
+
+
+def test_checkpoints_hold_no_objects(tmp_path, capsys):
+    # a pickled object is refused, not run: here one whose unpickling would create a file
+    class Bomb:
+        def __reduce__(self):
+            return (pathlib.Path(tmp_path / "pwned").touch, ())
+
+    (tmp_path / "run").mkdir()
+    torch.save({"header": {}, "bomb": Bomb()}, tmp_path / "run/checkpoint.pt")
+    assert harness.load_checkpoint(tmp_path / "run", {}) is None
+    assert not (tmp_path / "pwned").exists() and "cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("change", [dict(vocabulary="abd"), dict(dataset="other"), dict(arm="consensus")])
+def test_resume_onto_something_else_is_refused(tmp_path, change):
+    header = dict(vocabulary="abc", dataset="this", arm="standard")
+    small_run(tmp_path / "run", **header)
+    (key, value), = change.items()
+    with pytest.raises(harness.UserError, match=f"{key} = {header[key]!r}, this run has {value!r}"):
+        small_run(tmp_path / "run", **{**header, **change})
+
+
+def test_non_finite_loss_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path, capsys):
+    _, result, _ = small_run(tmp_path / "run", bad_step=6)
+    assert result["diverged"] and "step 6" in result["diverged_at"]
+    assert "net.0.weight" in result["diverged_at"]  # which layer
+    state = harness.load_checkpoint(tmp_path / "run", {})
+    assert state["step"] == 4 and all(v.isfinite().all() for v in state["model"].values())
+    assert json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])["loss"] is None
+
+
+def test_compiled_run_resumes_without_compile(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda model, **_: torch._dynamo.optimize("eager")(model))
+    with pytest.raises(harness.UserError):
+        small_run(tmp_path / "run", stop_at=5, compile=True)
+    _, _, seen = small_run(tmp_path / "run")
+    assert seen == [6, 7, 8, 9, 10, 11]
+
+
+def test_full_disk_keeps_what_was_there(tmp_path, monkeypatch):
+    small_run(tmp_path / "run")
+    good = (tmp_path / "run/checkpoint.pt").read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(harness.UserError, match="No space left on device"):
+        harness.save_checkpoint(tmp_path / "run", {"step": 1})
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(harness.UserError, match="No space left on device"):
+        harness.write_json(tmp_path / "run/result.json", {})
+    assert (tmp_path / "run/checkpoint.pt").read_bytes() == good
+    assert json.loads((tmp_path / "run/result.json").read_text())["steps"] == 12
+
+
+def test_one_run_in_one_folder(tmp_path):
+    out, lock = harness.open_folder(tmp_path / "out", False, "x")
+    with pytest.raises(harness.UserError, match="another run is writing"):
+        harness.open_folder(tmp_path / "out", False, "x")
+    lock.close()
+    harness.open_folder(tmp_path / "out", False, "x")[1].close()
+    (tmp_path / "out/config.json").write_text("{}")
+    with pytest.raises(harness.UserError, match="--resume"):
+        harness.open_folder(tmp_path / "out", False, "x")
+
+
+# ------------------------------------------------------------------------------------------------ train_charlm.py
+
+def test_charlm_compare_end_to_end(tmp_path):
+    done = script("train_charlm.py", "--quick", "--dataset", "pydoc", "--arms", *ARMS, "--dtype", "bfloat16", "--seeds", "3",
+                  "--steps", "6", "--prompt", "def", "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert "bfloat16 (asked for)" in done.stdout and "--- consensus-v" in done.stdout
+    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    assert len(set(summary["params"].values())) == 1 and summary["dataset"] == "pydoc"
+    assert len(summary["runs"]) == 12 and len(summary["verdicts"]) == 3 and len(summary["samples"]) == 4
+    for row in summary["runs"]:
+        assert 2 < row["val_loss"] < 5 and len(row["diameter_by_layer"]) == 4
+        assert row["arm"] == "standard" or 0 < row["lambda_max"] <= 1
+    assert all(s["text"].startswith("def") for s in summary["samples"])
+    assert (tmp_path / "out/compare.png").stat().st_size < 150_000
+
+
+@pytest.mark.parametrize("control", [True, False])
+def test_charlm_eta_sweep_end_to_end(tmp_path, control):
+    done = script("train_charlm.py", "--eta", "0.3", "6", "--quick", "--dataset", "pydoc", "--out", tmp_path / "out",
+                  *([] if control else ["--no-control"]))
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    assert all(abs(t["rel_error"]) < 0.01 for t in summary["toy"])
+    low, high = summary["sweep"]
+    for key in ("eta", "eta_over_eta_c", "val_loss", "diverged", "lambda_max", "eta_used", "diameter_by_layer",
+                "local_multiplier", "grad_norm_mean"):
+        assert key in low
+    assert low["eta_used"] == pytest.approx(0.3) and not low["control_acted"] and not low["diverged"]
+    assert high["control_acted"] == control
+    assert high["eta_used"] == pytest.approx(6.0) if not control else high["eta_used"] < 6
+    if not control:
+        assert high["diverged"] and high["local_multiplier"] > 1
+    assert len(summary["verdicts"]) == 4 and (tmp_path / "out/sweep.png").exists()
+
+
+@pytest.mark.parametrize("options, words", [
+    (["--prompt", "\u20ac"], ["--prompt", "position 0"]), (["--arms", "resnet"], ["resnet"]),
+    (["--eta", "-1"], ["finite number >= 0"]), (["--eta", "nan"], ["finite number >= 0"]), (["--beta", "inf"], ["finite"]),
+    (["--beta", "-2"], ["finite"]), (["--heads", "5"], ["head size"]), (["--dim", "36", "--heads", "4"], ["head size"]),
+    (["--dataset", "no-such-file.txt"], ["no such file"]), (["--seq", "1000000"], ["needs 1000001"]),
+    (["--device", "tpu"], ["unknown --device"]), (["--dtype", "int8"], ["unknown --dtype"]), (["--steps", "0"], ["steps"]),
+    (["--resume"], ["--out"]), (["--eta", "--arms", "consensus"], ["standard"])])
+def test_charlm_refuses_bad_input(tmp_path, monkeypatch, capsys, options, words):
+    monkeypatch.chdir(tmp_path)
+    dataset = [] if "--dataset" in options else ["--dataset", "pydoc"]
+    refused(capsys, train_charlm.main, [*dataset, *options], *words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_unwritable_out_is_refused(tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    out = ["--out", tmp_path / "file/out"]
+    refused(capsys, train_charlm.main, ["--quick", "--dataset", "pydoc", *out], "cannot write")
+    refused(capsys, rc.main, out, "cannot write")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_user_errors_from_the_shell(tmp_path):
+    done = script("train_charlm.py", "--dataset", "nothing", "--control_every", "2", "--out", tmp_path / "out")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and done.stderr.startswith("error: --dataset nothing")
+    done = script("train_charlm.py", "--dataset", "nothing", "--debug")
+    assert done.returncode != 0 and "Traceback" in done.stderr
+
+
+def test_sampling_guards():
+    torch.manual_seed(0)
+    model = Transformer(4, 1, 8, 1)
+    text = train_charlm.sample(model, "\nabc", "a", 30, 8, 0.0, 0, "cpu")  # longer than the context, greedy
+    assert len(text) == 31 and train_charlm.sample(model, "\nabc", "", 5, 8, 1.0, 0, "cpu").startswith("\n")
+    assert train_charlm.sample(model, "\nabc", "a", 9, 8, 1.0, 1, "cpu") != train_charlm.sample(model, "\nabc", "a", 9, 8, 1.0,
+                                                                                             2, "cpu")
+    torch.nn.init.constant_(model.head.weight, math.nan)
+    with pytest.raises(harness.UserError, match="not finite"):
+        train_charlm.sample(model, "\nabc", "a", 5, 8, 1.0, 0, "cpu")
+    for bad in ("d", "\u00e9"):
+        with pytest.raises(harness.UserError, match="does not occur"):
+            train_charlm.encode(bad, "\nabc")

@@ -73,18 +73,17 @@ def parse():
     parser.add_argument("--prompt", default="\n", help="what the sample starts with (default: a line break)")
     parser.add_argument("--temperature", type=at_least_0, default=0.8, help="of the sample; 0 takes the likeliest "
                         "character (default: %(default)s)")
+    quick = "--quick" in sys.argv  # smaller defaults; what is given on the command line stays
+    if quick:
+        parser.set_defaults(layers=3, dim=32, heads=2, batch=4, steps=20, seq=[32], sample=60, control_every=10)
     args = parser.parse_args()
     sweep = args.eta is not None
     args.arms = args.arms or (["standard", "consensus"] if sweep else ["standard", "consensus-qkv"])
     if sweep and ("standard" not in args.arms or len(set(args.arms)) != 2):
         raise UserError("--eta compares one controlled arm with standard: give --arms standard and one other")
-    args.eta = args.eta or SWEEP if sweep else None
+    args.eta = (args.eta or ((0.3, 3.0) if quick else SWEEP)) if sweep else None
     args.seq = args.seq or [128 if sweep else 256]
     args.steps = args.steps or (80 if sweep else 300)
-    if args.quick:
-        args.layers, args.dim, args.heads, args.batch, args.seq = 3, 32, 2, 4, [32]
-        args.steps, args.sample, args.control_every = 20, 60, 10
-        args.eta = (0.3, 3.0) if sweep else None
     args.eval_every = args.eval_every or max(1, args.steps // 3)
     if args.dim % args.heads or args.dim // args.heads % 2:
         raise UserError(f"--dim {args.dim} must be --heads {args.heads} times an even head size, for RoPE's pairs")
@@ -137,17 +136,21 @@ def measure(model, ids):
     return found
 
 
+def encode(prompt, vocabulary):
+    """Ids of the prompt; an empty one becomes the vocabulary's first character. UserError at an unknown character."""
+    for position, character in enumerate(prompt):
+        if character not in vocabulary:
+            raise UserError(f"--prompt: character {character!r} at position {position} does not occur in the text, so the "
+                            "model has no id for it; leave it out")
+    return [vocabulary.index(character) for character in prompt or vocabulary[0]]
+
+
 @torch.no_grad()
 def sample(model, vocabulary, prompt, length, seq, temperature, seed, device):
     """`length` characters after the prompt; the model sees the last `seq` of them."""
-    prompt = prompt or vocabulary[0]
-    unknown = [(i, c) for i, c in enumerate(prompt) if c not in vocabulary]
-    if unknown:
-        raise UserError(f"--prompt: character {unknown[0][1]!r} at position {unknown[0][0]} does not occur in the text, so "
-                        "the model has no id for it; leave it out")
     model.eval()
     rng = harness.generator(seed, "sample", device=device)
-    ids = torch.tensor([[vocabulary.index(c) for c in prompt]], device=device)
+    ids = torch.tensor([encode(prompt, vocabulary)], device=device)
     for _ in range(length):
         logits = model(ids[:, -seq:])[0][0, -1].float()
         if not logits.isfinite().all():
@@ -354,6 +357,10 @@ def main():
     print(line)
     text = harness.load_text(args.dataset, args.data_dir)
     data = harness.character_data(text, max(args.seq))
+    if args.sample and args.eta is None:
+        if args.prompt == "\n" and "\n" not in data.vocabulary:
+            args.prompt = ""
+        encode(args.prompt, data.vocabulary)
     for arm in args.arms:
         if args.lr is None and (args.layers, args.dim) != (24, 64) and not args.quick:
             print("note: the default learning rates are tuned for 24 layers and d = 64; set --lr for other sizes")
@@ -363,9 +370,11 @@ def main():
     print(f"data: {text.name}, {len(text.text)} characters, {len(data.vocabulary)} different"
           f"{'; it holds ' + text.notes if text.notes else ''}; parameters {params[args.arms[0]]:,} in every arm")
     out, lock = harness.open_folder(args.out, args.resume, "charlm" if args.eta is None else "charlm-eta")
-    config = {"command": " ".join(["python", *sys.argv]), "dataset": text.name, "params": params}
-    harness.write_json(out / "config.json", {**config, "options": {k: str(v) for k, v in vars(args).items()},
-                                             "environment": harness.environment(device)})
+    command = " ".join(["python", *(word for word in sys.argv if word != "--resume")])
+    config = {"command": command, "dataset": text.name, "params": params}
+    if not (out / "config.json").exists():
+        harness.write_json(out / "config.json", {**config, "options": {k: str(v) for k, v in vars(args).items()},
+                                                 "environment": harness.environment(device)})
     with lock:
         found = (compare if args.eta is None else sweep)(args, data, out, device, dtype)
     harness.write_json(out / "summary.json", {**config, **found})

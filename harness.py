@@ -204,6 +204,11 @@ SOURCES = {
             for part, checksum in (("train", "f26c4b92c5fdc7b3f8c7cdcb991d8420"),
                                    ("valid", "aa0affc06ff7c36e977d7cd49e3839bf"),
                                    ("test", "8b80168b89c18661a38ef683c0dc3721"))],
+    "wikitext-2": [(f"{part}.txt", f"{RAW}/pytorch/examples/77f55b912142e11fcfdf5b530231fb9c52f181e8/"
+                    f"word_language_model/data/wikitext-2/{part}.txt", "git", checksum)
+                   for part, checksum in (("train", "2d84b35af79e411d73ea7cae83c73964c6ac83b4"),
+                                          ("valid", "eec944eb2d9e46061cd34a6913528797db6842fc"),
+                                          ("test", "6f3fc88e4cd88456ea892971f9f12243e8428624"))],
 }
 
 
@@ -314,6 +319,66 @@ def load_text(dataset, data_dir=None):
     return types.SimpleNamespace(name=dataset, text=text, notes=notes, sha256=hashlib.sha256(data).hexdigest())
 
 
+def load_wikitext(data_dir=None):
+    """WikiText-2 as .name, .train, .valid (str each), .sha256. Where train.txt is not to be had, the model is trained on
+    valid.txt and evaluated on test.txt, loudly and under a name of its own; with train.txt, evaluated on valid.txt."""
+    parts = {}
+    for source in SOURCES["wikitext-2"]:
+        try:
+            parts[source[0].removesuffix(".txt")] = find_file(*source, data_dir).read_bytes()
+        except UserError as error:
+            print(f"WARNING: {error}", file=sys.stderr)
+    if "train" in parts and "valid" in parts:
+        name, train, valid = "wikitext-2", parts["train"], parts["valid"]
+    elif "valid" in parts and "test" in parts:
+        name, train, valid = "wikitext-2, valid.txt for training and test.txt for evaluation", parts["valid"], parts["test"]
+        print(f"WARNING: training on {name}", file=sys.stderr)
+    else:
+        text = load_text("pydoc").text
+        name, train, valid = "pydoc", *(part.encode() for part in (text[:len(text) * 9 // 10], text[len(text) * 9 // 10:]))
+        print("WARNING: training on pydoc instead, the prose of Python's own documentation", file=sys.stderr)
+    return types.SimpleNamespace(name=name, train=train.decode(), valid=valid.decode(),
+                                 sha256=hashlib.sha256(train + b"\0" + valid).hexdigest())
+
+
+def gpt2_encoding():
+    """tiktoken's gpt2 encoding. With no network and no cache, a byte-level tiktoken.Encoding, which says so.
+
+    TIKTOKEN_CACHE_DIR is looked at first, also for the files under their human names, vocab.bpe and encoder.json.
+    """
+    import tiktoken
+    import tiktoken_ext.openai_public
+    folder = pathlib.Path(os.environ.get("TIKTOKEN_CACHE_DIR", "."))
+    if (folder / "vocab.bpe").is_file() and (folder / "encoder.json").is_file():
+        from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+        ranks = data_gym_to_mergeable_bpe_ranks(str(folder / "vocab.bpe"), str(folder / "encoder.json"))
+        return tiktoken.Encoding("gpt2", pat_str=tiktoken_ext.openai_public.r50k_pat_str, mergeable_ranks=ranks,
+                                 special_tokens={"<|endoftext|>": 50256})
+    try:
+        return tiktoken.get_encoding("gpt2")
+    except Exception as error:  # whatever the client raises without a network
+        print(f"WARNING: no gpt2 encoding ({type(error).__name__}): bytes are the tokens instead", file=sys.stderr)
+        return tiktoken.Encoding("bytes", pat_str=r"(?s:.)", special_tokens={},
+                                 mergeable_ranks={bytes([byte]): byte for byte in range(256)})
+
+
+def token_data(text, encoding, seq):
+    """Token ids of load_wikitext's parts over the union of the tokens that occur: .train, .valid (1-D int32), .vocab.
+
+    .words, .valid_bytes: of the evaluation text, whitespace-separated words and line ends, for perplexity per word.
+    """
+    ids = [np.array(encoding.encode(part, disallowed_special=()), dtype=np.int64) for part in (text.train, text.valid)]
+    for name, part in zip(("training", "evaluation"), ids):
+        if len(part) < seq + 1:
+            raise UserError(f"{text.name}: the {name} part has {len(part)} tokens, a block needs {seq + 1}: give a smaller "
+                            "--seq or more text")
+    vocabulary, dense = np.unique(np.concatenate(ids), return_inverse=True)
+    dense = torch.from_numpy(dense.astype(np.int32))
+    return types.SimpleNamespace(train=dense[:len(ids[0])], valid=dense[len(ids[0]):], vocab=len(vocabulary),
+                                 words=len(text.valid.split()) + text.valid.count("\n"),
+                                 valid_bytes=len(text.valid.encode()))
+
+
 def character_data(text, seq):
     """Character ids: .vocabulary (str, sorted), .train and .valid (1-D tensors, the last tenth), int32 at least.
 
@@ -341,21 +406,22 @@ def windows(ids, starts, seq, device):
 
 # ------------------------------------------------------------------------------------- folders and checkpoints
 
-def open_folder(out, resume, default):
+def open_folder(out, resume, default, shard=""):
     """(folder, lock) of a command, locked against a second writer until the lock is dropped or the process ends.
 
-    A folder that already holds a run is refused without --resume. With no --out, a new folder runs/<default>-<k>.
+    A folder that already holds a run is refused without --resume. With no --out, a new folder runs/<default>-<k>. The
+    shards of one sweep share a folder: each has a lock of its own.
     """
     if out is None:
         if resume:
             raise UserError("--resume needs --out, the folder to go on with")
         taken = {path.name for path in pathlib.Path("runs").glob(f"{default}*")}
         out = pathlib.Path("runs") / next(name for k in range(1, len(taken) + 2) if (name := f"{default}-{k}") not in taken)
-    if (out / "config.json").exists() and not resume:
+    if (out / "config.json").exists() and not (resume or shard):
         raise UserError(f"{out} already holds a run: add --resume to go on with it, or choose another --out")
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
-        lock = open(out / ".lock", "w")
+        lock = open(out / f".lock{shard.replace('/', '-of-')}", "w")
     try:
         import fcntl
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system drops it when the process ends, however it ends

@@ -6,13 +6,17 @@ The one small Transformer that all trainers train. What varies is the residual r
     consensus-v     the same with value and output projections in the attention                             MLP 5d
     consensus-qkv   and one projection shared by query and key, normalised per head                       MLP 4.5d
 
-P_x is the projection on the tangent space at x, per head; every head's part of a state is a unit vector. Each layer
-has exactly 12 d^2 + 2 d parameters in every arm: the MLP takes what the attention leaves, and the controlled arms
-spend the standard arm's two norm gains on a step size per channel for each of the two updates.
+    sphere          x <- normalize(x + h P_x Attn(norm(x))),  the same with MLP          standard's parts, MLP 4d
+
+P_x is the projection on the tangent space at x. In the consensus arms every head's part of a state is a unit vector; in
+`sphere` the whole state is one, and a noise module may follow each layer. Each layer has exactly 12 d^2 + 2 d parameters
+in every arm: the MLP takes what the attention leaves, and the consensus arms spend the two norm gains on a step size per
+channel for each of the two updates.
 
     symbol   here      shape
-    x        x         (B, T, d)       standard: free; otherwise unit per head
+    x        x         (B, T, d)       standard: free; sphere: unit; otherwise unit per head
     eta      eta       (d,)            one step size per channel
+    h        step      a number        step of `sphere`
 """
 import math
 
@@ -34,9 +38,9 @@ ARMS = {
 class StandardBlock(nn.Module):
     """Pre-norm RoPE attention and MLP. (B, T, d) -> (B, T, d)."""
 
-    def __init__(self, dim, heads, layers, width, causal):
+    def __init__(self, dim, heads, layers, width, causal, dropout=0.0):
         super().__init__()
-        self.heads, self.causal = heads, causal
+        self.heads, self.causal, self.dropout = heads, causal, nn.Dropout(dropout)
         self.norm_attn, self.norm_mlp = nn.RMSNorm(dim), nn.RMSNorm(dim)
         self.proj_in = nn.Linear(dim, 3 * dim, bias=False)
         self.proj_out = nn.Linear(dim, dim, bias=False)
@@ -50,23 +54,43 @@ class StandardBlock(nn.Module):
         # (B, T, 3d) -> three of (B, heads, T, d_head)
         q, k, v = self.proj_in(self.norm_attn(x)).unflatten(-1, (3, self.heads, -1)).movedim(-3, 0).transpose(-2, -3)
         m = F.scaled_dot_product_attention(rotate(q, *tables), rotate(k, *tables), v, is_causal=self.causal)
-        return x + self.proj_out(m.transpose(-2, -3).flatten(-2))
+        return self.dropout(self.proj_out(m.transpose(-2, -3).flatten(-2)))
+
+    def mlp(self, x):
+        return self.dropout(self.down(F.gelu(self.up(self.norm_mlp(x)))))
 
     def forward(self, x, tables):
-        x = self.attention(x, tables)
-        return x + self.down(F.gelu(self.up(self.norm_mlp(x))))
+        x = x + self.attention(x, tables)
+        return x + self.mlp(x)
+
+
+class SphereBlock(StandardBlock):
+    """StandardBlock's two updates as steps on the unit sphere, then noise. (B, T, d) -> (B, T, d), unit rows."""
+
+    def __init__(self, dim, heads, layers, width, causal, step, noise=None):
+        super().__init__(dim, heads, layers, width, causal)
+        self.step, self.noise = step, noise
+        for layer in (self.proj_out, self.down):  # the step size makes the updates small here
+            nn.init.normal_(layer.weight, std=layer.in_features ** -0.5)
+
+    def forward(self, x, tables):
+        h = self.step * x.shape[-1] ** -0.5  # an update has channels of size 1, a unit row of size d^(-1/2)
+        x = unit(x + h * tangent(x, self.attention(x, tables)))  # x <- normalize(x + h P_x Attn(norm(x)))
+        x = unit(x + h * tangent(x, self.mlp(x)))
+        return x if self.noise is None else self.noise(x)
 
 
 class ConsensusBlock(nn.Module):
     """Spherical attention and MLP, every head's part of x a unit vector. (B, T, d) -> (B, T, d)."""
 
-    def __init__(self, dim, heads, width, eta, eta_mlp, attention):
+    def __init__(self, dim, heads, layers, width, eta_mlp, attention):
         super().__init__()
         self.heads = heads
         self.attn = attention
         self.up, self.down = nn.Linear(dim, width, bias=False), nn.Linear(width, dim, bias=False)
         nn.init.normal_(self.up.weight, std=dim ** -0.5)
-        nn.init.normal_(self.down.weight, std=width ** -0.5)
+        for layer in filter(None, (self.down, attention.proj_out)):  # small first steps, as in the standard arm
+            nn.init.normal_(layer.weight, std=(2 * layers * layer.in_features) ** -0.5)
         self.eta = nn.Parameter(torch.full((dim,), float(eta_mlp)))
 
     def forward(self, x, tables):
@@ -78,47 +102,59 @@ class ConsensusBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Token ids (B, T) -> logits (B, T, vocab), and the mean cross entropy in nats where targets (B, T) are given."""
+    """Token ids (B, T) -> logits (B, T, vocab), and the mean cross entropy in nats where targets (B, T) are given.
 
-    def __init__(self, vocab, layers, dim, heads, arm="standard", eta=1.0, eta_mlp=None, beta=8.0, causal=True,
-                 loop=False):
+    eta, eta_mlp, beta: of the consensus arms. step, noise: of the sphere arm; noise(layer) -> module or None.
+    dropout: of the standard arm, on both residual updates. loop: one block applied `layers` times.
+    """
+
+    def __init__(self, vocab, layers, dim, heads, arm="standard", causal=True, loop=False, dropout=0.0, eta=1.0, eta_mlp=1.0,
+                 beta=8.0, step=1.0, noise=lambda layer: None):
         super().__init__()
-        if arm not in ARMS:
-            raise ValueError(f"unknown arm {arm!r}: one of {', '.join(ARMS)}")
-        projections, width = ARMS[arm]
-        width = int(width * dim)
+        if arm not in (*ARMS, "sphere"):
+            raise ValueError(f"unknown arm {arm!r}: one of {', '.join(ARMS)}, sphere")
         if dim % heads or (dim // heads) % 2:
             raise ValueError(f"dim {dim} must be heads ({heads}) times an even head size, for RoPE's pairs")
         self.arm, self.layers, self.heads, self.d_head = arm, layers, heads, dim // heads
+        self.spheres = {"standard": 0, "sphere": 1}.get(arm, heads)  # that a state is a product of
+        projections, ratio = ARMS.get(arm, ARMS["standard"])
+        sizes = (dim, heads, layers, int(ratio * dim))
+
+        def block(layer):
+            if arm == "standard":
+                return StandardBlock(*sizes, causal, dropout)
+            if arm == "sphere":
+                return SphereBlock(*sizes, causal, step, noise(layer))
+            return ConsensusBlock(*sizes, eta_mlp, ConsensusAttention(dim, heads, eta, beta, causal, **projections))
+
         self.embed = nn.Embedding(vocab, dim)
         nn.init.normal_(self.embed.weight)
-        distinct = 1 if loop else layers
-        if projections is None:
-            blocks = [StandardBlock(dim, heads, layers, width, causal) for _ in range(distinct)]
-        else:
-            blocks = [ConsensusBlock(dim, heads, width, eta, eta if eta_mlp is None else eta_mlp,
-                                     ConsensusAttention(dim, heads, eta, beta, causal, **projections))
-                      for _ in range(distinct)]
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks = nn.ModuleList(block(layer) for layer in range(1 if loop else layers))
         self.norm = nn.RMSNorm(dim)
         self.head = nn.Linear(dim, vocab, bias=False)
         nn.init.normal_(self.head.weight, std=dim ** -0.5)
-
-    def start(self, idx):
-        """The first state and the rotation tables, shared by all layers."""
-        x = self.embed(idx)
-        if self.arm != "standard":
-            x = unit(x.unflatten(-1, (self.heads, -1))).flatten(-2)
-        return x, rope_tables(torch.arange(idx.shape[-1], device=idx.device), self.d_head)
 
     def stack(self):
         """The blocks in the order they are applied: one block again and again where loop is set."""
         return [self.blocks[i % len(self.blocks)] for i in range(self.layers)]
 
+    def start(self, x):
+        """The first state of embedded tokens x (B, T, d), on its spheres, and the rotation tables, shared by all layers."""
+        if self.spheres:
+            x = unit(x.unflatten(-1, (self.spheres, -1))).flatten(-2)
+        return x, rope_tables(torch.arange(x.shape[-2], device=x.device), self.d_head)
+
+    def read(self, x):
+        """Embedded tokens (B, T, d) -> the last state, normalised for the head, (B, T, d)."""
+        x, tables = self.start(x)
+        for block in self.stack():
+            x = block(x, tables)
+        return self.norm(x)
+
     @torch.no_grad()
     def states(self, idx):
         """The state before every layer, and after the last: L + 1 tensors (B, T, d)."""
-        x, tables = self.start(idx)
+        x, tables = self.start(self.embed(idx))
         states = [x]
         for block in self.stack():
             states.append(block(states[-1], tables))
@@ -126,19 +162,14 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def control(self, idx, act=True):
-        """ConsensusAttention.control in every layer, at the state each has under these ids. No-op where eta is absent."""
-        if self.arm == "standard":
-            return
-        x, tables = self.start(idx)
+        """ConsensusAttention.control in every layer, at the state each has under these ids."""
+        x, tables = self.start(self.embed(idx))
         for block in self.stack():
             block.attn.control(x, act)
             x = block(x, tables)
 
     def forward(self, idx, targets=None):
-        x, tables = self.start(idx)
-        for block in self.stack():
-            x = block(x, tables)
-        logits = self.head(self.norm(x))
+        logits = self.head(self.read(self.embed(idx)))
         if targets is None:
             return logits, None
         return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

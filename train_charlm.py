@@ -41,12 +41,12 @@ from model import ARMS, Transformer
 
 # Recipe of each arm, tuned alike (README): peak learning rate, weight decay, first eta of attention and MLP.
 RECIPES = {
-    "standard": dict(lr=1e-2, weight_decay=0.1, eta=None),
-    "consensus": dict(lr=1e-2, weight_decay=0.0, eta=0.3),
-    "consensus-v": dict(lr=1e-2, weight_decay=0.0, eta=0.3),
-    "consensus-qkv": dict(lr=1e-2, weight_decay=0.0, eta=0.3),
+    "standard": dict(lr=1e-2, weight_decay=0.1, eta=None, eta_mlp=None),
+    "consensus": dict(lr=1e-2, weight_decay=0.1, eta=0.05, eta_mlp=1.0),
+    "consensus-v": dict(lr=1e-2, weight_decay=0.1, eta=1.0, eta_mlp=1.0),
+    "consensus-qkv": dict(lr=1e-2, weight_decay=0.1, eta=1.0, eta_mlp=1.0),
 }
-SWEEP = (0.1, 0.3, 1.0, 1.5, 2.0, 2.5, 3.0, 4.5)
+SWEEP = (0.02, 0.05, 0.1, 0.3, 1.0, 1.8, 2.3, 3.0, 4.5)
 
 
 def parse():
@@ -168,11 +168,14 @@ def sample(model, vocabulary, prompt, length, seq, temperature, seed, device):
 def run(args, data, out, progress, device, dtype, arm, seq, seed, eta=None):
     """Train one model and measure it. eta: held at this value in the attention. Returns (model, row of the table)."""
     recipe = RECIPES[arm]
-    start = args.eta_start if args.eta_start is not None else recipe["eta"]
+    start = dict(eta=recipe["eta"], eta_mlp=recipe["eta_mlp"])
+    if args.eta_start is not None:
+        start = dict(eta=args.eta_start, eta_mlp=args.eta_start)
+    if eta is not None:
+        start["eta"] = eta
     torch.manual_seed(seed)
-    model = Transformer(len(data.vocabulary), args.layers, args.dim, args.heads, arm, eta=start if eta is None else eta,
-                        eta_mlp=start, beta=args.beta, loop=args.loop) if arm != "standard" else \
-        Transformer(len(data.vocabulary), args.layers, args.dim, args.heads, arm, loop=args.loop)
+    model = Transformer(len(data.vocabulary), args.layers, args.dim, args.heads, arm, beta=args.beta, loop=args.loop,
+                        **start)
     if eta is not None:
         for block in model.blocks:
             block.attn.eta.requires_grad_(False)
@@ -193,8 +196,8 @@ def run(args, data, out, progress, device, dtype, arm, seq, seed, eta=None):
     lr = args.lr or recipe["lr"]
     result = harness.train(
         out / name, model, batch, seed=seed, steps=args.steps, lr=lr, weight_decay=recipe["weight_decay"],
-        header=dict(arm=arm, seq=seq, batch=args.batch, layers=args.layers, dim=args.dim, heads=args.heads, eta=eta,
-                    eta_start=start, beta=args.beta, loop=args.loop, control=not args.no_control,
+        header=dict(arm=arm, seq=seq, batch=args.batch, layers=args.layers, dim=args.dim, heads=args.heads, **start,
+                    held=eta is not None, beta=args.beta, loop=args.loop, control=not args.no_control,
                     control_every=args.control_every, dataset=data.name, vocabulary=data.vocabulary, data=data.sha256),
         device=device, dtype=dtype, eval_every=args.eval_every,
         evaluate=lambda m: {"val_loss": validation_loss(m, data.valid, seq, device, blocks=32)},
@@ -267,6 +270,24 @@ def compare(args, data, out, device, dtype):
     return {"runs": rows, "samples": samples, "verdicts": verdicts}
 
 
+def boundary(rows, criterion, layers):
+    """Does divergence begin within 20% of eta_c, by one criterion? The boundary lies between the largest stable and the
+    smallest divergent eta/eta_c. holds: both lie in 0.8 to 1.2; does not hold: the boundary lies outside, or there is
+    none up to the largest eta; otherwise, or where stable and divergent points alternate, not decided."""
+    ratio = lambda row: row.get("eta_over_eta_c") or math.inf  # no state left to take eta_c at: beyond any boundary
+    stable = max((ratio(row) for row in rows if criterion not in row["diverged_by"]), default=0.0)
+    divergent = min((ratio(row) for row in rows if criterion in row["diverged_by"]), default=math.inf)
+    if 0.8 <= stable < divergent <= 1.2:
+        verdict = "holds"
+    elif divergent < 0.8 or stable > 1.2:
+        verdict = "does not hold"
+    else:
+        verdict = "not decided"
+    where = f"{stable:.2f} stable, " + (f"{divergent:.2f} divergent" if divergent < math.inf else "nothing divergent")
+    return {"claim": f"{layers} layers, no control: divergence by {criterion} begins within 20% of eta_c",
+            "measured": f"eta/eta_c {where}", "verdict": verdict}
+
+
 def sweep(args, data, out, device, dtype):
     """(a) the toy block's threshold; (b) the sweep of eta beside the standard arm: table, figure, verdicts."""
     print("(a) the toy block, no mask, d = 16: step size at which disagreement starts to grow")
@@ -293,9 +314,8 @@ def sweep(args, data, out, device, dtype):
     rows = [run(args, data, out, progress, device, dtype, arm, seq, args.seed, eta)[1] for eta in args.eta]
     progress.close()
     for row in rows:
-        by = [name for name, hit in (
-            ("loss", row["diverged"] or row["val_loss"] > row["start_loss"]),
-            ("multiplier", not row["diverged"] and row["local_multiplier"] > 1)) if hit]
+        by = [name for name, hit in (("loss", row["diverged"] or row["val_loss"] > row["start_loss"]),
+                                     ("multiplier", row.get("local_multiplier", 0) > 1)) if hit]
         row["diverged"], row["diverged_by"] = bool(by), " ".join(by)
         row["diameter_last"] = row.get("diameter_by_layer", [None])[-1]
         row["control_acted"] = row.get("eta_used", row["eta"]) < row["eta"] * (1 - 1e-6)
@@ -318,18 +338,12 @@ def sweep(args, data, out, device, dtype):
     verdicts.append({"claim": "contraction weakens exponentially in beta, as exp(-2 beta)",
                      "measured": f"two opposite clusters: d log(1 - tau) / d beta = {slope:.3f}",
                      "verdict": "holds" if abs(slope + 2) < 0.1 else "does not hold"})
-    grown = [row for row in rows if row["diverged"]]
-    where = (f"first at eta/eta_c = {grown[0]['eta_over_eta_c'] or math.nan:.2f} by {grown[0]['diverged_by']}"
-             if grown and grown[0].get("eta_over_eta_c") else "nowhere" if not grown else f"first at eta = {grown[0]['eta']:g}")
     if args.no_control:
-        below = [r for r in rows if r.get("eta_over_eta_c") and r["eta_over_eta_c"] < 0.8]
-        above = [r for r in rows if not r.get("eta_over_eta_c") or r["eta_over_eta_c"] > 1.2]
-        right = not any(r["diverged"] for r in below) and all(r["diverged"] for r in above)
-        verdict = "not decided" if not (below and above) else "holds" if right else "does not hold"
-        verdicts.append({"claim": f"{args.layers} layers, no control: divergence begins within 20% of eta_c",
-                         "measured": where, "verdict": verdict})
+        verdicts += [boundary(rows, "multiplier", args.layers), boundary(rows, "loss", args.layers)]
     else:
-        verdicts.append({"claim": f"{args.layers} layers: with the control no point diverges", "measured": where,
+        grown = [row["eta"] for row in rows if row["diverged"]]
+        verdicts.append({"claim": f"{args.layers} layers: with the control no point diverges",
+                         "measured": f"diverged at eta = {grown}" if grown else "none did",
                          "verdict": "does not hold" if grown else "holds"})
     figure, axes = harness.figure_axes(3)
     ratio = [row.get("eta_over_eta_c") for row in rows]

@@ -1,0 +1,281 @@
+"""
+The experiment that train_wikitext.py and train_cifar_patches.py share: one 6-layer Transformer, seven arms on the same
+batches, with the same parameters and steps, and what is measured of each.
+
+    prenorm       x <- x + f(norm(x))                         no noise
+    dropout       the same, residual dropout
+    sphere        x <- normalize(x + (1/L) P_x f(norm(x)))    no noise
+    isotropic     sphere, then IsotropicNoise of the tangent arm's E||dx||^2
+    tangent       sphere, then TangentNoise(h, gamma): the note's block
+    shared        its one half: the shared A alone (gamma = 0)
+    independent   its other half: the vectors z_i alone (a = 0)
+
+Noise budget a layer: E||dx||^2 = (d - 1)(a^2 + gamma^2 h), a = h: the note's own step, h = 1/L, moves a unit token by
+(d - 1)^(1/2)/L, that is by 1.9 at d = 128 and L = 6, and leaves nothing of it. The default h is small for that reason, and
+--sweep shows both ends.
+
+Source: the note "Tangent Brownian symmetry breaking", section 4.
+"""
+import json
+import math
+import sys
+
+import torch
+
+import harness
+import metrics
+from harness import UserError
+from noise_block import IsotropicNoise, TangentNoise, matched_sigma, unit
+
+ARMS = ("prenorm", "dropout", "sphere", "isotropic", "tangent", "shared", "independent")
+GAMMAS = (1e-3, 3e-3, 1e-2, 3e-2)
+
+
+def steps_of(layers):
+    """The values of h in the sweep: matched to the residual scale, 1/L and 1/sqrt(2L), and two that are small."""
+    return (1 / layers, (2 * layers) ** -0.5, 0.03, 0.01)
+
+
+def add_options(parser):
+    at_least_0 = harness.number(float, low=0)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, metavar="ARM", default=list(ARMS),
+                        help=f"among {', '.join(ARMS)} (default: all)")
+    parser.add_argument("--gamma", type=at_least_0, default=0.03, help="amplitude of the tokens' own noise "
+                        "(default: %(default)s)")
+    parser.add_argument("--h", type=at_least_0, default=0.01, help="depth step of the noise (default: %(default)s)")
+    parser.add_argument("--rank", type=harness.number(int, low=0), default=8, help="rank of the shared A; 0 is the full "
+                        "matrix (default: %(default)s)")
+    parser.add_argument("--common", choices=("h", "sqrt_h"), default="h", help="the shared part's step a: h is the note's, "
+                        "sqrt_h the diffusion limit (default: %(default)s)")
+    parser.add_argument("--dropout", type=at_least_0, default=0.1, help="of the dropout arm (default: %(default)s)")
+    parser.add_argument("--sweep", action="store_true", help=f"tangent and isotropic at gamma in {GAMMAS} and h in 1/L, "
+                        "1/sqrt(2L), 0.03, 0.01, beside the arms without noise; finished points are kept")
+    parser.add_argument("--shard", metavar="i/N", help="do only each N-th run, from the i-th on (0 <= i < N)")
+
+
+def check_options(args):
+    if args.dim % args.heads or args.dim // args.heads % 2:
+        raise UserError(f"--dim {args.dim} must be --heads {args.heads} times an even head size, for RoPE's pairs")
+    if args.rank > args.dim:
+        raise UserError(f"--rank {args.rank} must not exceed --dim {args.dim}; 0 is the full matrix")
+    if args.dropout >= 1:
+        raise UserError(f"--dropout {args.dropout} must be below 1")
+    args.part, args.parts = 0, 1
+    if args.shard:
+        part, slash, parts = args.shard.partition("/")
+        if not (slash and part.isdigit() and parts.isdigit() and int(part) < int(parts)):
+            raise UserError(f"--shard {args.shard}: write i/N with 0 <= i < N, for example 0/4")
+        args.part, args.parts = int(part), int(parts)
+
+
+def model_options(arm, args, seed, h, gamma):
+    """What Transformer gets for this arm: arm, dropout, step, noise."""
+    if arm in ("prenorm", "dropout"):
+        return dict(arm="standard", dropout=args.dropout if arm == "dropout" else 0.0)
+
+    def noise(layer):
+        rank, layer_seed = args.rank or None, seed * 1000 + layer
+        if arm == "isotropic":
+            return IsotropicNoise(args.dim, matched_sigma(args.dim, h, gamma, args.common), seed=layer_seed)
+        if arm in ("tangent", "shared"):
+            return TangentNoise(args.dim, h, gamma if arm == "tangent" else 0.0, rank=rank, common=args.common,
+                                seed=layer_seed, name=f"noise of layer {layer}")
+        if arm == "independent":
+            return TangentNoise(args.dim, h, gamma, common="none", seed=layer_seed, name=f"noise of layer {layer}")
+    return dict(arm="sphere", step=1 / args.layers, noise=noise)
+
+
+def points(args):
+    """Every run of the command: (arm, h, gamma, seed). Without noise h and gamma are None."""
+    grid = [(h, gamma) for h in steps_of(args.layers) for gamma in GAMMAS] if args.sweep else [(args.h, args.gamma)]
+    noisy = [arm for arm in (("isotropic", "tangent") if args.sweep else ARMS[3:]) if arm in args.arms]
+    found = []
+    for seed in range(args.seed, args.seed + args.seeds):
+        found += [(arm, None, None, seed) for arm in ARMS[:3] if arm in args.arms]
+        found += [(arm, h, gamma, seed) for h, gamma in grid for arm in noisy]
+    return found
+
+
+def name_of(arm, h, gamma, seed):
+    return f"{arm}-seed{seed}" + ("" if h is None else f"-h{h:.4g}-gamma{gamma:g}")
+
+
+@torch.no_grad()
+def measured_budget(model, x):
+    """E||dx||^2 of one layer's noise, from what it does to the states in training mode; mean over the layers.
+
+    y = (x + dx)/||x + dx||, so ||dx|| is the tangent of the angle between x and y when dx is tangent. Isotropic noise has
+    a radial part too, 1/d of it, that the retraction takes away and this does not see.
+    """
+    model.train()
+    x, tables = model.start(x)
+    found = []
+    for block in model.stack():
+        noise, block.noise = block.noise, None
+        x = block(x, tables)
+        block.noise = noise
+        cosine = (unit(x) * unit(noise(x))).sum(-1).clamp(-1, 1)
+        found.append((cosine ** -2 - 1).mean().item())
+    model.eval()
+    return sum(found) / len(found)
+
+
+@torch.no_grad()
+def representation(model, embedded):
+    """By layer, mean over the sequences: cosine entropy, share of antipodal pairs; clusters in the last layer."""
+    model.eval()
+    x, tables = model.start(embedded)
+    states = [unit(x)]
+    for block in model.stack():
+        x = block(x, tables)
+        states.append(unit(x))
+    states = [x.float() for x in states]
+    return {"entropy_by_layer": [metrics.cosine_entropy(x).mean().item() for x in states],
+            "antipolar_by_layer": [metrics.antipolar_fraction(x).mean().item() for x in states],
+            "clusters_last": metrics.cluster_count(states[-1][:2], restarts=2, iters=20)[0].float().mean().item()}
+
+
+def run_all(args, out, device, dtype, header, make_model, batch, evaluate, embed, final):
+    """All runs of this shard; rows of those that are done.
+
+    make_model(**options) -> model; batch(step, seed) -> (inputs, targets); evaluate(model) -> dict for the curve;
+    embed(model) -> embedded evaluation tokens (B, T, d); final(model) -> dict of what is measured at the end.
+    """
+    todo = points(args)
+    mine = todo[args.part::args.parts]
+    progress = harness.Progress(args.steps * len(mine))
+    for arm, h, gamma, seed in mine:
+        name = name_of(arm, h, gamma, seed)
+        folder = out / name
+        torch.manual_seed(seed)
+        options = model_options(arm, args, seed, h, gamma)
+        model = make_model(**options)
+        lr = args.lr or 3e-3
+        if (folder / "row.json").exists():
+            progress.advance(f"{name}: done before", args.steps)
+            continue
+        result = harness.train(
+            folder, model, lambda step: batch(step, seed), seed=seed, steps=args.steps, lr=lr, weight_decay=0.1,
+            header=dict(header, experiment_arm=arm, h=h, gamma=gamma, rank=args.rank, common=args.common,
+                        dropout=args.dropout, layers=args.layers, dim=args.dim, heads=args.heads, batch=args.batch),
+            device=device, dtype=dtype, eval_every=args.eval_every, evaluate=evaluate, compile=args.compile,
+            progress=progress, label=name)
+        norms = [g for g in result["grad_norms"][args.steps // 2:] if g is not None]
+        row = dict(arm=arm, seed=seed, h=h, gamma=gamma, lr=lr, diverged=result["diverged"],
+                   train_loss=result["train_loss_last"])
+        if not result["diverged"]:
+            model.eval()
+            stats = metrics.grad_norm_stats(norms)
+            row.update(grad_norm_mean=stats["mean"], grad_norm_var=stats["var"], grad_norm_cv=stats["cv"])
+            row.update(final(model), **representation(model, embed(model)))
+            row["entropy_last"], row["antipolar_last"] = row["entropy_by_layer"][-1], row["antipolar_by_layer"][-1]
+            if h is not None:
+                a = math.sqrt(h) if args.common == "sqrt_h" else h
+                part = {"tangent": a * a + gamma ** 2 * h, "isotropic": a * a + gamma ** 2 * h, "shared": a * a,
+                        "independent": gamma ** 2 * h}[arm]
+                row["budget"], row["budget_measured"] = (args.dim - 1) * part, measured_budget(model, embed(model))
+            inputs, targets = batch(0, seed)
+            model.train()
+            row["flops_per_step"] = metrics.count_flops(lambda: model(inputs, targets)[1].backward())
+            model.zero_grad(set_to_none=True)
+            curve = [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+            row["loss_curve"] = [sum(part) / len(part) for part in (curve[i:i + 10] for i in range(0, len(curve), 10))]
+        harness.write_json(folder / "row.json", row)
+    progress.close()
+    paths = [out / name_of(*point) / "row.json" for point in todo]
+    left = sum(not path.exists() for path in paths)
+    if left:
+        print(f"{len(todo) - left} of {len(todo)} runs are done; the verdicts come with the last one")
+    return [harness.read_json(path) for path in paths if path.exists()], not left
+
+
+def spread(rows, key):
+    """Mean and standard deviation over the seeds of what is finite; (None, None) without a value."""
+    values = [row[key] for row in rows if row.get(key) is not None]
+    if not values:
+        return None, None
+    mean = sum(values) / len(values)
+    return mean, math.sqrt(sum((v - mean) ** 2 for v in values) / max(1, len(values) - 1))
+
+
+def hypothesis(rows, metric, unit_):
+    """The note's claim, tangent against isotropic at the same budget, paired by seed: "reduced representation degeneracy and
+    either improved validation performance or more stable loss curves". Its three parts, and the whole: it holds if the
+    first and one of the others do, does not hold if the first or both others do not, else it is not decided."""
+    def pair(arm, key, sign=1):
+        return [None if row.get(key) is None else sign * row[key] for row in rows if row["arm"] == arm]
+    found = []
+    for rival in ("isotropic", "dropout", "sphere", "prenorm"):
+        if any(row["arm"] == rival for row in rows) and any(row["arm"] == "tangent" for row in rows):
+            found.append(harness.paired_verdict(f"tangent has a lower {metric} than {rival}, {unit_}",
+                                                pair("tangent", metric), pair(rival, metric)))
+    if not any(row["arm"] == "isotropic" for row in rows) or not any(row["arm"] == "tangent" for row in rows):
+        return found
+    degeneracy = harness.paired_verdict("tangent has a higher cosine entropy in the last layer than isotropic (shown negative)",
+                                        pair("tangent", "entropy_last", -1), pair("isotropic", "entropy_last", -1))
+    stable = harness.paired_verdict("tangent has a lower variance of the gradient norm than isotropic",
+                                    pair("tangent", "grad_norm_var"), pair("isotropic", "grad_norm_var"))
+    better = found[0]["verdict"], stable["verdict"]
+    if degeneracy["verdict"] == "holds" and "holds" in better:
+        whole = "holds"
+    elif degeneracy["verdict"] == "does not hold" or set(better) == {"does not hold"}:
+        whole = "does not hold"
+    else:
+        whole = "not decided"
+    return [*found, degeneracy, stable,
+            {"claim": "the note's hypothesis: less degenerate, and better or more stable, at the same budget",
+             "measured": "from the verdicts on isotropic above", "verdict": whole}]
+
+
+def experiment(args, device, dtype, name, columns, metric, unit_, header, **parts):
+    """The whole command: folder, runs, table with mean and spread, figure, summary, verdicts."""
+    out, lock = harness.open_folder(args.out, args.resume, name + ("-sweep" if args.sweep else ""), args.shard or "")
+    command = " ".join(["python", *(word for word in sys.argv if word != "--resume")])
+    if not (out / "config.json").exists():
+        harness.write_json(out / "config.json", {"command": command, "options": {k: str(v) for k, v in vars(args).items()},
+                                                 "environment": harness.environment(device)})
+    with lock:
+        rows, complete = run_all(args, out, device, dtype, header, **parts)
+    groups = {}
+    for row in rows:
+        groups.setdefault((row["arm"], row["h"], row["gamma"]), []).append(row)
+    extra = {"entropy_last": ("entropy", ".3f"), "antipolar_last": ("antipodal", ".4f"), "clusters_last": ("clusters", ".1f"),
+             "grad_norm_var": ("var |grad|", ".3g"), "budget": ("E||dx||^2", ".3g"), "budget_measured": ("measured", ".3g")}
+    table = []
+    for (arm, h, gamma), group in groups.items():
+        line = {"arm": arm, "h": h, "gamma": gamma, "n": sum(not row["diverged"] for row in group)}
+        for key in (*columns, *extra):
+            line[key], line[key + "_sd"] = spread(group, key)
+        table.append(line)
+    shown = {"arm": ("arm", ""), "h": ("h", ".3g"), "gamma": ("gamma", "g"), "n": ("seeds", "d")}
+    for key, (heading, spec) in columns.items():
+        shown[key], shown[key + "_sd"] = (heading, spec), ("+-", spec)
+    print(harness.table(table, {**shown, **extra}))
+    verdicts = hypothesis(rows, metric, unit_) if complete and not args.sweep else []
+    harness.write_json(out / "summary.json", {"command": command, **header, "complete": complete, "table": table,
+                                              "runs": rows, "verdicts": verdicts})
+    draw(out, rows, table, columns[metric][0], metric)
+    for verdict in verdicts:
+        print(f"{verdict['verdict']:>13}: {verdict['claim']} ({verdict['measured']})")
+    print(f"results in {out}")
+
+
+def draw(out, rows, table, label, metric):
+    """Training loss against FLOPs, and by layer entropy and antipodal share, one line an arm (first seed); the metric."""
+    figure, axes = harness.figure_axes(3)
+    first = {row["arm"]: row for row in reversed(rows) if not row["diverged"]}
+    styles = ("k-", "k--", "k:", "k-.", "C7-", "C7--", "C7:")
+    for (arm, row), style in zip(sorted(first.items(), key=lambda item: ARMS.index(item[0])), styles):
+        flops = [row["flops_per_step"] * 10 * (i + 1) for i in range(len(row["loss_curve"]))]
+        axes[0].plot(flops, row["loss_curve"], style, lw=1, label=arm)
+        axes[1].plot(row["entropy_by_layer"], style, marker=".", label=arm)
+    axes[0].set(xlabel="training FLOPs", ylabel="training loss (nats, mean of 10 steps)")
+    axes[1].set(xlabel="layer", ylabel="cosine entropy (nats)")
+    for i, line in enumerate(table):
+        if line[metric] is not None:
+            axes[2].errorbar([i], [line[metric]], yerr=[line[metric + "_sd"]], fmt="ko", mfc="none", capsize=3)
+    axes[2].set_xticks(range(len(table)), [line["arm"] if len(table) < 9 else "" for line in table], rotation=60, fontsize=7)
+    axes[2].set(ylabel=f"{label}, mean and standard deviation over seeds")
+    axes[0].legend(fontsize=7)
+    with harness.writing(out):
+        figure.savefig(out / f"{metric}.png", dpi=110)

@@ -1,0 +1,99 @@
+"""
+WikiText-2, 6 layers: tangent Brownian noise against residual dropout, isotropic noise of the same budget, and none.
+
+    arms, budget          noise_arms.py
+    perplexity per token  exp(nats per token)                    with the context it was taken at
+    perplexity per word   exp(nats of the whole text / words)    words: split at white space, and line ends
+    bits per byte         nats of the whole text / bytes / ln 2  comparable between tokenisers
+
+The softmax runs over the union of the tokens that occur in the two parts, not over all 50,257 of gpt2: perplexities are
+comparable within this file, bits per byte nearly so elsewhere.
+
+Source: the note "Tangent Brownian symmetry breaking", section 4.
+
+    $ python train_wikitext.py                # seven arms, one seed: about 15 minutes on two CPU cores
+    $ python train_wikitext.py --seeds 3      # with spread and a verdict
+    $ python train_wikitext.py --sweep        # gamma and h: hours; --out F --resume goes on, --shard i/N splits it
+    $ python train_wikitext.py --quick        # a minute, to see that all of it works
+"""
+import math
+import sys
+
+import torch
+
+import harness
+import metrics
+import noise_arms
+from model import Transformer
+
+COLUMNS = {"val_loss": ("nats/token", ".4f"), "ppl_token": ("ppl/token", ".1f"), "ppl_word": ("ppl/word", ".1f"),
+           "bits_per_byte": ("bits/byte", ".4f")}
+
+
+def parse():
+    parser = harness.Parser("6-layer WikiText-2 model: tangent noise against dropout and isotropic noise.")
+    harness.add_common(parser, layers=6, dim=128, heads=4, batch=8, steps=300)
+    parser.add_argument("--seq", type=harness.number(int, low=1), default=64, help="sequence length (default: %(default)s)")
+    noise_arms.add_options(parser)
+    if "--quick" in sys.argv:
+        parser.set_defaults(layers=2, dim=32, heads=2, batch=4, seq=32, steps=10)
+    args = parser.parse_args()
+    noise_arms.check_options(args)
+    args.eval_every = args.eval_every or max(1, args.steps // 3)
+    return args
+
+
+def main():
+    args = parse()
+    device, dtype, line = harness.pick_device(args.device, args.dtype, args.threads)
+    print(line)
+    text = harness.load_wikitext(args.data_dir)
+    encoding = harness.gpt2_encoding()
+    data = harness.token_data(text, encoding, args.seq)
+    print(f"data: {text.name}; {encoding.name} tokens, {len(data.train)} to train on, {len(data.valid)} to evaluate, "
+          f"{data.vocab} different (the softmax is over these); context {args.seq}")
+
+    def make_model(**options):
+        return Transformer(data.vocab, args.layers, args.dim, args.heads, **options)
+
+    def batch(step, seed):
+        starts = torch.randint(len(data.train) - args.seq, (args.batch,), generator=harness.generator(seed, "data", step))
+        return harness.windows(data.train, starts, args.seq, device)
+
+    def loss_of(model, blocks):
+        starts = torch.arange(0, len(data.valid) - args.seq, args.seq)[:blocks]
+        total = sum(model(*harness.windows(data.valid, part, args.seq, device))[1].item() * len(part)
+                    for part in starts.split(32))
+        return total / len(starts)
+
+    held_out = harness.windows(data.valid, torch.arange(8) * ((len(data.valid) - args.seq) // 8), args.seq, device)
+
+    def final(model):
+        with torch.no_grad():
+            nats = loss_of(model, 400)  # the first 400 blocks: the whole text takes longer than the training
+        targets = held_out[1]
+
+        def evaluate(x):
+            logits = model.head(model.read(x)).float()
+            return (torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()),
+                    (logits.argmax(-1) == targets).float().mean())
+        x = model.embed(held_out[0]).detach()
+        size = x.square().mean().sqrt().item()  # perturbations are stated over the embeddings' RMS
+        moved = metrics.perturbation_robustness(evaluate, x, [s * size for s in (0.1, 0.3, 1.0)],
+                                                [s * size for s in (0.03, 0.1)])
+        return {"val_loss": nats, "ppl_token": math.exp(nats), "context": args.seq,
+                "ppl_word": math.exp(nats * len(data.valid) / data.words),
+                "bits_per_byte": metrics.bits_per_byte(nats, len(data.valid), data.valid_bytes),
+                "noise_0.1": moved["noise"][0.1 * size]["loss"], "noise_0.3": moved["noise"][0.3 * size]["loss"],
+                "noise_1.0": moved["noise"][1.0 * size]["loss"], "sign_0.03": moved["sign"][0.03 * size]["loss"],
+                "sign_0.1": moved["sign"][0.1 * size]["loss"]}
+
+    noise_arms.experiment(
+        args, device, dtype, name="wikitext", columns=COLUMNS, metric="val_loss", unit_="nats per token",
+        header=dict(dataset=text.name, data=text.sha256, encoding=encoding.name, vocab=data.vocab, seq=args.seq),
+        make_model=make_model, batch=batch, evaluate=lambda model: {"val_loss": loss_of(model, 32)},
+        embed=lambda model: model.embed(held_out[0]), final=final)
+
+
+if __name__ == "__main__":
+    harness.run_main(main)

@@ -379,6 +379,55 @@ def token_data(text, encoding, seq):
                                  valid_bytes=len(text.valid.encode()))
 
 
+CIFAR = ("cifar-10-binary.tar.gz", "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz", "md5",
+         "c32a1d4ab5d03f1284b67883e8d87530")
+RECORD = 1 + 3 * 32 * 32  # a label byte, then the red, green and blue planes
+
+
+def read_cifar(path):
+    """One file of the official binary layout: labels (n,) int64, images (n, 3, 32, 32) uint8. UserError when it is not."""
+    size = path.stat().st_size
+    if size == 0 or size % RECORD:
+        raise UserError(f"{path}: {size} bytes, expected a multiple of {RECORD}, 30730000 for a whole batch: the file is cut "
+                        "off or not CIFAR-10's binary version; fetch it again")
+    records = torch.from_numpy(np.fromfile(path, dtype=np.uint8).reshape(-1, RECORD))
+    labels = records[:, 0].long()
+    if labels.max() > 9:
+        bad = int((labels > 9).int().argmax())
+        raise UserError(f"{path}: record {bad} has label {labels[bad]}, expected 0 to 9: not CIFAR-10's binary version")
+    return labels, records[:, 1:].reshape(-1, 3, 32, 32)
+
+
+def load_cifar(data_dir=None):
+    """CIFAR-10 as .name, .train and .valid, each (labels, images). Every data_batch_*.bin present is used.
+
+    Looked for in data_dir and the cache, also in cifar-10-batches-bin below them; else downloaded, checked and unpacked:
+    only the files of its own layout, by name, so that nothing is written outside the cache."""
+    folders = [folder for base in filter(None, (data_dir, CACHE)) for folder in (base, base / "cifar-10-batches-bin")]
+    found = next((folder for folder in folders if list(folder.glob("data_batch_*.bin"))), None)
+    if found is None:
+        import tarfile
+        archive = CACHE / CIFAR[0]
+        try:
+            download(CIFAR[1], archive, *CIFAR[2:], timeout=60)
+        except UserError as error:
+            raise UserError(f"{error}, or the files data_batch_*.bin and test_batch.bin themselves") from error
+        found = CACHE / "cifar-10-batches-bin"
+        with tarfile.open(archive) as tar:
+            for member in tar.getmembers():
+                name = pathlib.PurePosixPath(member.name).name
+                if member.isfile() and name.endswith("_batch.bin") or name.startswith("data_batch_"):
+                    write_atomic(found / name, tar.extractfile(member).read())
+    batches = sorted(found.glob("data_batch_*.bin"))
+    if not (found / "test_batch.bin").exists():
+        raise UserError(f"{found} has {len(batches)} training batches but no test_batch.bin: put it there")
+    parts = [read_cifar(path) for path in batches]
+    train = tuple(torch.cat(part) for part in zip(*parts))
+    return types.SimpleNamespace(name=f"cifar-10, {len(batches)} of 5 training batches", train=train,
+                                 valid=read_cifar(found / "test_batch.bin"),
+                                 sha256=hashlib.sha256(b"".join(path.read_bytes() for path in batches)).hexdigest())
+
+
 def character_data(text, seq):
     """Character ids: .vocabulary (str, sorted), .train and .valid (1-D tensors, the last tenth), int32 at least.
 

@@ -173,3 +173,23 @@ class Transformer(nn.Module):
         if targets is None:
             return logits, None
         return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+class PatchTransformer(Transformer):
+    """Flattened image patches (B, P, patch) -> class logits (B, classes), from the mean over the patches; bidirectional."""
+
+    def __init__(self, classes, patches, patch, layers, dim, heads, **options):
+        super().__init__(classes, layers, dim, heads, causal=False, **options)
+        self.embed = nn.Linear(patch, dim, bias=False)
+        self.place = nn.Parameter(torch.randn(patches, dim) * 0.1)  # RoPE knows the raster order alone, not the plane
+
+    def embedded(self, x):
+        return self.embed(x) + self.place
+
+    def classify(self, x):
+        """Embedded patches (B, P, d) -> logits (B, classes)."""
+        return self.head(self.read(x).mean(-2))
+
+    def forward(self, x, labels=None):
+        logits = self.classify(self.embedded(x))
+        return logits, None if labels is None else F.cross_entropy(logits.float(), labels)

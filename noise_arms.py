@@ -33,7 +33,7 @@ GAMMAS = (1e-3, 3e-3, 1e-2, 3e-2)
 
 def steps_of(layers):
     """The values of h in the sweep: matched to the residual scale, 1/L and 1/sqrt(2L), and two that are small."""
-    return (1 / layers, (2 * layers) ** -0.5, 0.03, 0.01)
+    return tuple(dict.fromkeys((1 / layers, (2 * layers) ** -0.5, 0.03, 0.01)))  # L = 2 makes two of them equal
 
 
 def add_options(parser):

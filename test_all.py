@@ -4,6 +4,7 @@ All tests, from mathematics and known answers. No network; two CPU cores.
     $ pytest test_all.py            # under 3 minutes
     $ pytest test_all.py -m slow    # and what is slow by nature: 20 kills, long sequences, many seeds
 """
+import argparse
 import json
 import math
 import os
@@ -21,8 +22,11 @@ import torch.nn.functional as F
 
 import harness
 import metrics
+import noise_arms
 import rope_consensus as rc
 import train_charlm
+import train_cifar_patches
+import train_wikitext
 from model import ARMS, Transformer
 from rope_consensus import ConsensusAttention, attention_matrix, consensus_step, rope, unit
 
@@ -924,3 +928,244 @@ def test_sampling_guards():
     for bad in ("d", "\u00e9"):
         with pytest.raises(harness.UserError, match="does not occur"):
             train_charlm.encode(bad, "\nabc")
+
+
+# ------------------------------------------------------------- noise_arms.py, train_wikitext.py, train_cifar_patches.py
+
+def arm_model(arm, h=0.01, gamma=0.03, rank=0, dim=32, seed=0):
+    args = argparse.Namespace(dim=dim, layers=3, rank=rank, common="h", dropout=0.1)
+    torch.manual_seed(seed)
+    return Transformer(20, 3, dim, 2, **noise_arms.model_options(arm, args, seed, h, gamma))
+
+
+def test_noise_arms_have_equal_parameters_and_start_equal():
+    models = {arm: arm_model(arm) for arm in noise_arms.ARMS}
+    assert len({sum(p.numel() for p in model.parameters()) for model in models.values()}) == 1
+    ids = torch.randint(20, (2, 9))
+    spheres = {arm: model.eval()(ids)[0] for arm, model in models.items() if model.arm == "sphere"}
+    assert len(spheres) == 5  # without noise, in evaluation, they are one and the same model
+    assert all(torch.allclose(logits, spheres["sphere"], atol=1e-5) for logits in spheres.values())
+    for arm, model in models.items():
+        noisy = not torch.equal(model.train()(ids)[0], model(ids)[0])
+        assert noisy == (arm not in ("prenorm", "sphere")), arm
+
+
+def test_sphere_states_are_unit_and_the_step_is_1_over_L():
+    model = arm_model("tangent").train()
+    for x in model.states(torch.randint(20, (2, 9))):
+        assert (x.norm(dim=-1) - 1).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("rank", [0, 8])
+def test_budgets_of_isotropic_and_tangent_match_within_1_percent(rank):
+    embedded = torch.randn(40, 50, 128, generator=torch.Generator().manual_seed(0))
+    h, gamma = 0.01, 0.15
+    expected = 127 * (h * h + gamma ** 2 * h)
+    for arm in ("isotropic", "tangent"):
+        model = arm_model(arm, h, gamma, rank, dim=128)
+        found = [noise_arms.measured_budget(model, embedded[:, k:k + 5]) for k in range(0, 50, 5) for _ in range(3)]
+        mean = sum(found) / len(found)
+        error = (sum((f - mean) ** 2 for f in found) / (len(found) - 1) / len(found)) ** 0.5
+        # 1/d = 0.8% of the isotropic budget lies along x, where it moves no angle
+        assert error < 0.005 * expected and abs(mean / expected - 1) < 0.01 + 2 * error / expected, (arm, mean, expected)
+
+
+def test_flops_equal_the_formula():
+    # forward and backward: 6 for each weight and token, and attention 12 T^2 d a layer; A x costs 2 d^2 a token, and again
+    # backward, for x alone
+    tokens_, weights, attention = 2 * 16, 3 * 12 * 32 ** 2 + 20 * 32, 3 * 2 * 12 * 16 ** 2 * 32
+    for arm, noise in (("prenorm", 0), ("sphere", 0), ("tangent", 3 * tokens_ * 4 * 32 ** 2)):
+        model, ids = arm_model(arm), torch.randint(20, (2, 16))
+        counted = metrics.count_flops(lambda: model(ids, ids)[1].backward())
+        assert abs(counted / (6 * weights * tokens_ + attention + noise) - 1) < 0.01, arm
+
+
+def test_points_of_the_sweep_and_shards():
+    args = argparse.Namespace(sweep=True, layers=6, h=0.01, gamma=0.03, arms=list(noise_arms.ARMS), seed=0, seeds=2)
+    every = noise_arms.points(args)
+    assert len(every) == len(set(every)) == 2 * (3 + 2 * 4 * 4)
+    assert {h for _, h, _, _ in every if h} == {1 / 6, 12 ** -0.5, 0.03, 0.01}
+    parts = [every[i::3] for i in range(3)]
+    assert sorted(map(str, sum(parts, []))) == sorted(map(str, every))
+
+
+@pytest.fixture
+def small_data(tmp_path, monkeypatch):
+    """CIFAR-10's layout and WikiText-2's files in small, and no network."""
+    folder = tmp_path / "data" / "cifar-10-batches-bin"
+    folder.mkdir(parents=True)
+    rng = torch.Generator().manual_seed(0)
+    for name in ("data_batch_1.bin", "data_batch_3.bin", "test_batch.bin"):
+        records = torch.randint(256, (50, 3073), generator=rng, dtype=torch.uint8)
+        records[:, 0] %= 10
+        records.numpy().tofile(folder / name)
+    monkeypatch.setattr(harness, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(harness, "download", lambda url, path, *_, **__: (_ for _ in ()).throw(
+        harness.UserError(f"could not download {url}: no network")))
+    return tmp_path / "data"
+
+
+def run_main(main, *argv):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["script.py", *map(str, argv)])
+        main()
+
+
+def test_cifar_end_to_end_and_its_resume(small_data, tmp_path, capsys):
+    options = ["--quick", "--steps", "4", "--eval-every", "2", "--seeds", "3", "--arms", "isotropic", "tangent",
+               "--data-dir", small_data]
+    run_main(train_cifar_patches.main, *options, "--out", tmp_path / "whole")
+    assert "2 of 5 training batches, 100 images" in capsys.readouterr().out
+    summary = json.loads((tmp_path / "whole/summary.json").read_text())
+    assert summary["complete"] and len(summary["runs"]) == 6 and summary["verdicts"][-1]["verdict"] in (
+        "holds", "does not hold", "not decided")
+    for row in summary["runs"]:
+        assert 0 <= row["accuracy"] <= 1 and len(row["entropy_by_layer"]) == 3 and row["flops_per_step"] > 0
+        assert math.isclose(row["binomial"] ** 2, row["accuracy"] * (1 - row["accuracy"]) / 50, abs_tol=1e-9)
+    # stopped in the third run, after its checkpoint: the same rows in the end
+    real, calls = harness.save_checkpoint, []
+
+    def stop(folder, state):
+        real(folder, state)
+        calls.append(folder)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(harness, "save_checkpoint", stop)
+        run_main(train_cifar_patches.main, *options, "--out", tmp_path / "cut")
+    run_main(train_cifar_patches.main, *options, "--out", tmp_path / "cut", "--resume")
+    assert json.loads((tmp_path / "cut/summary.json").read_text())["runs"] == summary["runs"]
+
+
+def test_sweep_in_shards_ends_in_one_table(small_data, tmp_path, capsys):
+    options = ["--quick", "--steps", "1", "--arms", "sphere", "tangent", "--sweep", "--data-dir", small_data, "--batch", "2",
+               "--out", tmp_path / "out"]
+    run_main(train_cifar_patches.main, *options, "--shard", "0/2")
+    assert "7 of 13 runs are done" in capsys.readouterr().out
+    run_main(train_cifar_patches.main, *options, "--shard", "1/2")
+    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    assert summary["complete"] and len(summary["table"]) == 13
+
+
+@pytest.mark.parametrize("damage, words", [
+    (lambda f: (f / "data_batch_1.bin").write_bytes(b"\1" * 3000), ["3000 bytes", "multiple of 3073", "data_batch_1.bin"]),
+    (lambda f: (f / "data_batch_1.bin").write_bytes(b""), ["0 bytes"]),
+    (lambda f: (f / "data_batch_3.bin").write_bytes(b"\12" * 3073), ["record 0 has label 10"]),
+    (lambda f: (f / "test_batch.bin").unlink(), ["no test_batch.bin"]),
+    (lambda f: [p.unlink() for p in f.glob("data*")], ["could not download", "data_batch_*.bin"])])
+def test_cifar_files_are_checked(small_data, tmp_path, capsys, damage, words):
+    damage(small_data / "cifar-10-batches-bin")
+    refused(capsys, train_cifar_patches.main, ["--quick", "--data-dir", small_data, "--out", tmp_path / "out"], *words)
+    assert not (tmp_path / "out").exists()
+
+
+def test_cifar_reader_patches_and_augmentation(small_data):
+    path = small_data / "cifar-10-batches-bin/data_batch_1.bin"
+    labels, images = harness.read_cifar(path)
+    raw = path.read_bytes()
+    assert labels[7] == raw[7 * 3073]
+    assert images[7, 2, 5, 9] == raw[7 * 3073 + 1 + 2 * 1024 + 5 * 32 + 9]  # blue, row 5, column 9
+    patches = train_cifar_patches.patchify(images)
+    assert patches.shape == (50, 64, 48) and torch.equal(train_cifar_patches.unpatchify(patches), images)
+    assert torch.equal(patches[3, 8 * 2 + 5].view(3, 4, 4), images[3, :, 8:12, 20:24])
+    changed = train_cifar_patches.augment(images, torch.Generator().manual_seed(0))
+    assert changed.shape == images.shape and changed.dtype == images.dtype and not torch.equal(changed, images)
+    # every augmented image is a crop of its own padded image or of its mirror, so labels stay right
+    padded = F.pad(images, (4, 4, 4, 4))
+    for k in range(50):
+        crops = padded[k].unfold(1, 32, 1).unfold(2, 32, 1)  # (3, 9, 9, 32, 32)
+        assert any((crops == view[:, None, None]).all((0, 3, 4)).any() for view in (changed[k], changed[k].flip(-1)))
+
+
+def test_wikitext_end_to_end(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(harness, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(harness, "download", lambda url, *_, **__: (_ for _ in ()).throw(harness.UserError("no network")))
+    run_main(train_wikitext.main, "--quick", "--steps", "3", "--out", tmp_path / "out", "--arms", "prenorm", "tangent")
+    output = capsys.readouterr()
+    assert "pydoc" in output.out and "WARNING" in output.err
+    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    for row in summary["runs"]:
+        assert math.isclose(row["ppl_token"], math.exp(row["val_loss"])) and row["context"] == 32
+        assert row["ppl_word"] > row["ppl_token"] and row["sign_0.1"] > 0
+
+
+def test_wikitext_files_and_their_fallback(server, tmp_path, monkeypatch, capsys):
+    parts = {name: f"{name} of = wiki = <unk> <|endoftext|> text {i}\n".encode() * 50
+             for i, name in enumerate(("train", "valid", "test"))}
+    monkeypatch.setattr(harness, "CACHE", tmp_path / "cache")
+    monkeypatch.setitem(harness.SOURCES, "wikitext-2", [(f"{name}.txt", server.url + name, "git", harness.checksum(part, "git"))
+                                                       for name, part in parts.items()])
+    server.answers = [reply(parts["train"]), reply(parts["valid"]), reply(parts["test"])]
+    text = harness.load_wikitext()
+    assert text.name == "wikitext-2" and text.train.encode() == parts["train"] and text.valid.encode() == parts["valid"]
+    (tmp_path / "cache/train.txt").unlink()
+    server.answers = [reply(b"gone", status=404)]
+    text = harness.load_wikitext()
+    assert "valid.txt for training" in text.name and text.valid.encode() == parts["test"]
+    assert "WARNING" in capsys.readouterr().err
+
+
+def test_tokens_over_the_union_and_special_text(monkeypatch, tmp_path):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))  # an empty cache and no network: bytes, not a crash
+    monkeypatch.setattr("tiktoken.get_encoding", lambda name: (_ for _ in ()).throw(OSError("no network")))
+    encoding = harness.gpt2_encoding()
+    text = argparse.Namespace(name="t", train="ab <|endoftext|>\n" * 20, valid="ba x<|endoftext|>y\n" * 20)
+    data = harness.token_data(text, encoding, 8)
+    occurring = sorted(set((text.train + text.valid).encode()))
+    assert data.vocab == len(occurring)
+    assert bytes(occurring[i] for i in data.valid.tolist()).decode() == text.valid  # round trip
+    assert data.words == 20 * 2 + 20 and data.valid_bytes == len(text.valid)
+    with pytest.raises(harness.UserError, match="needs 1001"):
+        harness.token_data(text, encoding, 1000)
+
+
+def test_gpt2_files_under_their_human_names(monkeypatch, tmp_path):
+    # a tiny byte-pair table in the layout of vocab.bpe and encoder.json; tiktoken alone would look for sha1 names
+    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+    printable = [chr(b) for b in (*range(33, 127), *range(161, 173), *range(174, 256))]
+    others = [chr(256 + k) for k in range(256 - len(printable))]
+    vocabulary = [*printable, *others, "ab"]
+    (tmp_path / "vocab.bpe").write_text("#version: 0.2\na b\n", encoding="utf-8")
+    (tmp_path / "encoder.json").write_text(json.dumps({token: i for i, token in enumerate(vocabulary)}), encoding="utf-8")
+    assert len(data_gym_to_mergeable_bpe_ranks(str(tmp_path / "vocab.bpe"), str(tmp_path / "encoder.json"))) == 257
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    encoding = harness.gpt2_encoding()
+    assert encoding.name == "gpt2" and encoding.encode("abab c") == [256, 256, encoding.encode(" ")[0], encoding.encode("c")[0]]
+
+
+@pytest.mark.parametrize("main", ["wikitext", "cifar"])
+@pytest.mark.parametrize("options, words", [
+    (["--gamma", "-1"], ["finite number >= 0"]), (["--h", "nan"], ["finite number >= 0"]), (["--rank", "99"], ["--rank 99"]),
+    (["--heads", "5"], ["head size"]), (["--dropout", "1"], ["below 1"]), (["--shard", "3/2"], ["i/N"]),
+    (["--arms", "resnet"], ["resnet"])])
+def test_noise_trainers_refuse_bad_input(tmp_path, monkeypatch, capsys, main, options, words):
+    monkeypatch.chdir(tmp_path)
+    refused(capsys, (train_wikitext if main == "wikitext" else train_cifar_patches).main, ["--quick", *options], *words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_paired_verdicts():
+    verdict = lambda a, b: harness.paired_verdict("", a, b)["verdict"]
+    assert verdict([1.0, 1.1, 1.2], [2.0, 2.1, 2.3]) == "holds"
+    assert verdict([2.0, 2.1, 2.3], [1.0, 1.1, 1.2]) == "does not hold"
+    assert verdict([1.0, 1.1, 1.2], [1.1, 1.0, 1.2]) == "not decided"
+    assert verdict([1.0, 1.1], [2.0, 2.1]) == "not decided" and verdict([None, 1, 1], [2, 2, 2]) == "not decided"
+
+
+def test_charlm_with_noise_trains_and_resumes(tmp_path, capsys):
+    options = ["--quick", "--dataset", "pydoc", "--steps", "6", "--eval-every", "3", "--sample", "0", "--arms", "standard"]
+    run_main(train_charlm.main, *options, "--out", tmp_path / "none")
+    run_main(train_charlm.main, *options, "--noise", "tangent", "--h", "0.1", "--out", tmp_path / "whole")
+    log = "standard-seq32-seed0/metrics.jsonl"
+    assert (tmp_path / "none" / log).read_text() != (tmp_path / "whole" / log).read_text()
+    # the noise's own state is in the checkpoint: stopped after step 3 and resumed, the same numbers
+    real = harness.save_checkpoint
+
+    def stop(folder, state):
+        real(folder, state)
+        raise KeyboardInterrupt
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(harness, "save_checkpoint", stop)
+        run_main(train_charlm.main, *options, "--noise", "tangent", "--h", "0.1", "--out", tmp_path / "cut")
+    run_main(train_charlm.main, *options, "--noise", "tangent", "--h", "0.1", "--out", tmp_path / "cut", "--resume")
+    assert (tmp_path / "cut" / log).read_bytes() == (tmp_path / "whole" / log).read_bytes()

@@ -35,6 +35,7 @@ import torch
 
 import harness
 import metrics
+import noise_block
 import rope_consensus
 from harness import UserError
 from model import ARMS, Transformer
@@ -68,6 +69,10 @@ def parse():
                         help="steps between two controls of eta (default: %(default)s)")
     parser.add_argument("--no-control", action="store_true", help="leave eta as it is: what the control prevents")
     parser.add_argument("--loop", action="store_true", help="one block applied again and again (recurrent in depth)")
+    parser.add_argument("--noise", choices=("none", "tangent"), default="none",
+                        help="noise_block.py after every layer, on the tokens' directions (default: %(default)s)")
+    parser.add_argument("--gamma", type=at_least_0, default=0.03, help="of the noise (default: %(default)s)")
+    parser.add_argument("--h", type=at_least_0, default=0.01, help="depth step of the noise (default: %(default)s)")
     parser.add_argument("--sample", type=harness.number(int, low=0), default=200, metavar="N",
                         help="characters of generated text for each arm (default: %(default)s)")
     parser.add_argument("--prompt", default="\n", help="what the sample starts with (default: a line break)")
@@ -126,7 +131,8 @@ def measure(model, ids):
     model.eval()
     states = [rope_consensus.unit(x.float()) for x in model.states(ids)]
     found = {"diameter_by_layer": [metrics.angular_diameter(x).mean().item() for x in states],
-             "entropy_by_layer": [metrics.cosine_entropy(x).mean().item() for x in states]}
+             "entropy_by_layer": [metrics.cosine_entropy(x).mean().item() for x in states],
+             "antipolar_by_layer": [metrics.antipolar_fraction(x).mean().item() for x in states]}
     if model.arm != "standard":
         model.control(ids, act=False)
         found["lambda_max_by_layer"] = [block.attn.lam.max().item() for block in model.blocks]
@@ -176,6 +182,8 @@ def run(args, data, out, progress, device, dtype, arm, seq, seed, eta=None):
     torch.manual_seed(seed)
     model = Transformer(len(data.vocabulary), args.layers, args.dim, args.heads, arm, beta=args.beta, loop=args.loop,
                         **start)
+    if args.noise == "tangent":
+        model.noise = noise_block.attach(model.blocks, args.dim, args.h, args.gamma, seed=1000 * seed)
     if eta is not None:
         for block in model.blocks:
             block.attn.eta.requires_grad_(False)
@@ -197,8 +205,9 @@ def run(args, data, out, progress, device, dtype, arm, seq, seed, eta=None):
     result = harness.train(
         out / name, model, batch, seed=seed, steps=args.steps, lr=lr, weight_decay=recipe["weight_decay"],
         header=dict(arm=arm, seq=seq, batch=args.batch, layers=args.layers, dim=args.dim, heads=args.heads, **start,
-                    held=eta is not None, beta=args.beta, loop=args.loop, control=not args.no_control,
-                    control_every=args.control_every, dataset=data.name, vocabulary=data.vocabulary, data=data.sha256),
+                    held=eta is not None, beta=args.beta, loop=args.loop, noise=args.noise, gamma=args.gamma, h=args.h,
+                    control=not args.no_control, control_every=args.control_every, dataset=data.name,
+                    vocabulary=data.vocabulary, data=data.sha256),
         device=device, dtype=dtype, eval_every=args.eval_every,
         evaluate=lambda m: {"val_loss": validation_loss(m, data.valid, seq, device, blocks=32)},
         every=control, compile=args.compile, progress=progress, label=name)

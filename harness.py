@@ -129,7 +129,6 @@ def add_common(parser, **defaults):
         ("--layers", count, None, "layers"),
         ("--dim", count, None, "width d"),
         ("--heads", count, None, "heads"),
-        ("--lr", number(float, above=0), None, "peak learning rate (default: the arm's own, see the recipe)"),
         ("--eval-every", count, None, "steps between evaluations on part of the validation set"),
         ("--data-dir", pathlib.Path, os.environ.get("NANOSPHERE_DATA"),
          "folder to look for data in before the cache and the download"),
@@ -140,10 +139,21 @@ def add_common(parser, **defaults):
         default = defaults.get(flag[2:].replace("-", "_"), default)
         shown = "" if default is None else f" (default: {default})"
         parser.add_argument(flag, type=kind, default=default, metavar=flag[2:].upper(), help=text + shown)
+    parser.add_argument("--lr", nargs="+", type=number(float, above=0), metavar="LR",
+                        help="peak learning rate, one for all arms or one for each (default: the arm's own)")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model")
     parser.add_argument("--resume", action="store_true", help="go on with the runs in --out; finished ones are kept")
     parser.add_argument("--quick", action="store_true", help="seconds instead of minutes: to see that all of it works")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
+
+
+def peak_lr(args, arm, default):
+    """The learning rate of an arm from --lr and --arms."""
+    if args.lr is None:
+        return default
+    if len(args.lr) not in (1, len(args.arms)):
+        raise UserError(f"--lr has {len(args.lr)} values for {len(args.arms)} arms: give one for all, or one for each")
+    return args.lr[args.arms.index(arm) if len(args.lr) > 1 else 0]
 
 
 def pick_device(name, dtype, threads=None):

@@ -56,6 +56,7 @@ def add_options(parser):
 def check_options(args):
     if args.dim % args.heads or args.dim // args.heads % 2:
         raise UserError(f"--dim {args.dim} must be --heads {args.heads} times an even head size, for RoPE's pairs")
+    harness.peak_lr(args, args.arms[0], None)  # refuses a wrong number of them, before anything is written
     if args.rank > args.dim:
         raise UserError(f"--rank {args.rank} must not exceed --dim {args.dim}; 0 is the full matrix")
     if args.dropout >= 1:
@@ -150,7 +151,7 @@ def run_all(args, out, device, dtype, header, make_model, batch, evaluate, embed
         torch.manual_seed(seed)
         options = model_options(arm, args, seed, h, gamma)
         model = make_model(**options)
-        lr = args.lr or 3e-3
+        lr = harness.peak_lr(args, arm, 3e-3)
         if (folder / "row.json").exists():
             progress.advance(f"{name}: done before", args.steps)
             continue

@@ -353,13 +353,13 @@ def test_control_clips_and_records():
     x = unit(torch.randn(2, 30, 2, 8)).flatten(-2)
     attn = ConsensusAttention(16, heads=2, eta=1.0, beta=2.0, causal=False)
     with torch.no_grad():
-        attn.eta[8:] = 5.0  # the second head asks for too much
+        attn.eta[8:12] = 5.0  # the second head asks for too much, in half of its channels
     attn.control(x)
     lam = torch.stack([rc.lambda_max(unit(x.unflatten(-1, (2, 8))[:, :, h]), 2.0)[0].max() for h in range(2)])
     assert torch.allclose(attn.lam, lam, atol=1e-3) and (attn.lam <= 1).all()
     assert attn.eta_asked.tolist() == [1.0, 5.0]
-    assert (attn.eta[:8] == 1.0).all()
-    assert torch.allclose(attn.eta[8:], 1.8 / attn.lam[1])
+    assert (attn.eta[:8] == 1.0).all() and (attn.eta[12:] == 1.0).all()
+    assert torch.allclose(attn.eta[8:12], 1.8 / attn.lam[1])
     assert attn.eta_used[1] == attn.eta[8:].max() >= 1.8  # eta_c >= 2, so the clip never goes below 1.8
     before = attn.eta.detach().clone()
     attn.control(x, act=False)
@@ -892,7 +892,7 @@ def test_charlm_eta_sweep_end_to_end(tmp_path, control):
     (["--beta", "-2"], ["finite"]), (["--heads", "5"], ["head size"]), (["--dim", "36", "--heads", "4"], ["head size"]),
     (["--dataset", "no-such-file.txt"], ["no such file"]), (["--seq", "1000000"], ["needs 1000001"]),
     (["--device", "tpu"], ["unknown --device"]), (["--dtype", "int8"], ["unknown --dtype"]), (["--steps", "0"], ["steps"]),
-    (["--resume"], ["--out"]), (["--eta", "--arms", "consensus"], ["standard"])])
+    (["--resume"], ["--out"]), (["--lr", "1", "2", "3"], ["3 values for 2 arms"]), (["--eta", "--arms", "consensus"], ["standard"])])
 def test_charlm_refuses_bad_input(tmp_path, monkeypatch, capsys, options, words):
     monkeypatch.chdir(tmp_path)
     dataset = [] if "--dataset" in options else ["--dataset", "pydoc"]

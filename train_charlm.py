@@ -43,9 +43,9 @@ from model import ARMS, Transformer
 # Recipe of each arm, tuned alike (README): peak learning rate, weight decay, first eta of attention and MLP.
 RECIPES = {
     "standard": dict(lr=1e-2, weight_decay=0.1, eta=None, eta_mlp=None),
-    "consensus": dict(lr=1e-2, weight_decay=0.1, eta=0.05, eta_mlp=1.0),
-    "consensus-v": dict(lr=1e-2, weight_decay=0.1, eta=1.0, eta_mlp=1.0),
-    "consensus-qkv": dict(lr=1e-2, weight_decay=0.1, eta=1.0, eta_mlp=1.0),
+    "consensus": dict(lr=3e-2, weight_decay=0.1, eta=0.02, eta_mlp=0.1),
+    "consensus-v": dict(lr=3e-2, weight_decay=0.1, eta=0.1, eta_mlp=0.1),
+    "consensus-qkv": dict(lr=3e-2, weight_decay=0.1, eta=0.1, eta_mlp=0.1),
 }
 SWEEP = (0.02, 0.05, 0.1, 0.3, 1.0, 1.8, 2.3, 3.0, 4.5)
 
@@ -64,7 +64,7 @@ def parse():
                         f"these values, and measure the threshold (no value: {' '.join(map(str, SWEEP))})")
     parser.add_argument("--eta-start", type=at_least_0, metavar="ETA",
                         help="first step size of attention and MLP, learned from there (default: the arm's own)")
-    parser.add_argument("--beta", type=at_least_0, default=8.0, help="inverse temperature (default: %(default)s)")
+    parser.add_argument("--beta", type=at_least_0, default=6.0, help="inverse temperature (default: %(default)s)")
     parser.add_argument("--control-every", type=harness.number(int, low=1), default=50, metavar="K",
                         help="steps between two controls of eta (default: %(default)s)")
     parser.add_argument("--no-control", action="store_true", help="leave eta as it is: what the control prevents")
@@ -90,6 +90,7 @@ def parse():
     args.seq = args.seq or [128 if sweep else 256]
     args.steps = args.steps or (80 if sweep else 300)
     args.eval_every = args.eval_every or max(1, args.steps // 3)
+    harness.peak_lr(args, args.arms[0], None)  # refuses a wrong number of them, before anything is written
     if args.dim % args.heads or args.dim // args.heads % 2:
         raise UserError(f"--dim {args.dim} must be --heads {args.heads} times an even head size, for RoPE's pairs")
     return args
@@ -175,7 +176,7 @@ def run(args, data, out, progress, device, dtype, arm, seq, seed, eta=None):
     """Train one model and measure it. eta: held at this value in the attention. Returns (model, row of the table)."""
     recipe = RECIPES[arm]
     start = dict(eta=recipe["eta"], eta_mlp=recipe["eta_mlp"])
-    if args.eta_start is not None:
+    if args.eta_start is not None and arm != "standard":
         start = dict(eta=args.eta_start, eta_mlp=args.eta_start)
     if eta is not None:
         start["eta"] = eta
@@ -201,7 +202,7 @@ def run(args, data, out, progress, device, dtype, arm, seq, seed, eta=None):
                     "eta_asked": max(a.eta_asked.max().item() for a in attns),
                     "eta_used": max(a.eta_used.max().item() for a in attns)}
 
-    lr = args.lr or recipe["lr"]
+    lr = harness.peak_lr(args, arm, recipe["lr"])
     result = harness.train(
         out / name, model, batch, seed=seed, steps=args.steps, lr=lr, weight_decay=recipe["weight_decay"],
         header=dict(arm=arm, seq=seq, batch=args.batch, layers=args.layers, dim=args.dim, heads=args.heads, **start,

@@ -1169,3 +1169,48 @@ def test_charlm_with_noise_trains_and_resumes(tmp_path, capsys):
         run_main(train_charlm.main, *options, "--noise", "tangent", "--h", "0.1", "--out", tmp_path / "cut")
     run_main(train_charlm.main, *options, "--noise", "tangent", "--h", "0.1", "--out", tmp_path / "cut", "--resume")
     assert (tmp_path / "cut" / log).read_bytes() == (tmp_path / "whole" / log).read_bytes()
+
+
+# ----------------------------------------------------------------------------------------------------------- README
+
+README = (HERE / "README.md").read_text(encoding="utf-8")
+
+
+def numbers_in(value):
+    """Every number in a JSON value, at any depth, and those inside its strings."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return [number for item in value for number in numbers_in(item)]
+    if isinstance(value, str):
+        return [float(n) for n in re.findall(r"-?\d+\.\d+", value)]
+    return [float(value)] if isinstance(value, (int, float)) and not isinstance(value, bool) else []
+
+
+def test_readme_numbers_stand_in_results():
+    known = [n for path in (HERE / "results").rglob("*.json") for n in numbers_in(json.loads(path.read_text()))]
+    cells = [cell for line in README.splitlines() if line.startswith("|") for cell in re.split(r"(?<!\\)\|", line)]
+    found = 0
+    for cell in cells:
+        match = re.fullmatch(r"\s*([+-]?\d+\.(\d+))(%?)\s*", cell)
+        if match:
+            found += 1
+            shown, digits, scale = float(match[1]), len(match[2]), 100 if match[3] else 1
+            assert any(abs(round(scale * n, digits) - shown) < 0.51 * 10 ** -digits for n in known), cell
+    assert found > 50
+
+
+def test_readme_commands_parse_and_their_options_exist():
+    commands = set(re.findall(r"python ((?:geometry/)?\w+\.py)((?: [^`\n|&#]+)?)", README))
+    assert {"train_charlm.py", "rope_consensus.py", "noise_block.py"} <= {name for name, _ in commands}
+    helps = {name: script(name, "--help").stdout for name in {name for name, _ in commands}}
+    for name, options in commands:
+        for option in re.findall(r"--[\w-]+", options):
+            assert re.search(rf"{option}\b", helps[name]), f"{name} has no {option}"
+
+
+def test_readme_code_runs():
+    blocks = re.findall(r"```python\n(.*?)```", README, re.S)
+    assert len(blocks) >= 2
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})

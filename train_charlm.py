@@ -42,10 +42,10 @@ from model import ARMS, Transformer
 
 # Recipe of each arm, tuned alike (README): peak learning rate, weight decay, first eta of attention and MLP.
 RECIPES = {
-    "standard": dict(lr=1e-2, weight_decay=0.1, eta=None, eta_mlp=None),
-    "consensus": dict(lr=3e-2, weight_decay=0.1, eta=0.02, eta_mlp=0.1),
-    "consensus-v": dict(lr=3e-2, weight_decay=0.1, eta=0.1, eta_mlp=0.1),
-    "consensus-qkv": dict(lr=3e-2, weight_decay=0.1, eta=0.1, eta_mlp=0.1),
+    "standard": dict(lr=1.5e-2, weight_decay=0.1, eta=None, eta_mlp=None),
+    "consensus": dict(lr=4e-2, weight_decay=0.1, eta=0.02, eta_mlp=0.07),
+    "consensus-v": dict(lr=4e-2, weight_decay=0.1, eta=0.07, eta_mlp=0.07),
+    "consensus-qkv": dict(lr=4e-2, weight_decay=0.1, eta=0.07, eta_mlp=0.07),
 }
 SWEEP = (0.02, 0.05, 0.1, 0.3, 1.0, 1.8, 2.3, 3.0, 4.5)
 

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import data
 import harness
 import metrics
 import noise_arms
@@ -44,6 +45,12 @@ def script(*args, cwd=HERE, timeout=170, **env):
     """Run a script of the project as a user would."""
     return subprocess.run([sys.executable, *map(str, args)], cwd=cwd, env={**ENV, **env}, capture_output=True, text=True,
                           timeout=timeout)
+
+
+def run_main(main, *argv):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["script.py", *map(str, argv)])
+        main()
 
 
 def refused(capsys, main, argv, *words):
@@ -542,9 +549,9 @@ def test_perturbation_robustness_on_a_linear_loss():
 
 def sources(monkeypatch, tmp_path, url, content):
     """One data set of the project's, served by a local server instead of its own."""
-    monkeypatch.setattr(harness, "CACHE", tmp_path / "cache")
-    monkeypatch.setitem(harness.SOURCES, "shakespeare",
-                        [("tinyshakespeare.txt", url, "sha256", harness.checksum(content, "sha256"))])
+    monkeypatch.setattr(data, "CACHE", tmp_path / "cache")
+    monkeypatch.setitem(data.SOURCES, "shakespeare",
+                        [("tinyshakespeare.txt", url, "sha256", data.checksum(content, "sha256"))])
 
 
 @pytest.fixture
@@ -588,8 +595,8 @@ TEXT = ("To be, or not to be, that is the question.\n" * 60).encode()
 def test_download_is_checked_and_cached(server, monkeypatch, tmp_path):
     sources(monkeypatch, tmp_path, server.url, TEXT)
     server.answers = [reply(TEXT)]
-    assert harness.load_text("shakespeare").text == TEXT.decode()
-    assert harness.load_text("shakespeare").name == "shakespeare" and len(server.requests) == 1  # the second from the cache
+    assert data.load_text("shakespeare").text == TEXT.decode()
+    assert data.load_text("shakespeare").name == "shakespeare" and len(server.requests) == 1  # the second from the cache
 
 
 def test_cut_off_download_is_continued(server, monkeypatch, tmp_path):
@@ -600,7 +607,7 @@ def test_cut_off_download_is_continued(server, monkeypatch, tmp_path):
 
     sources(monkeypatch, tmp_path, server.url, TEXT)
     server.answers = [reply(TEXT[:1000], length=len(TEXT)), rest]
-    assert harness.load_text("shakespeare").text == TEXT.decode()
+    assert data.load_text("shakespeare").text == TEXT.decode()
     assert not list((tmp_path / "cache").glob("*.part"))
 
 
@@ -614,14 +621,14 @@ def test_bad_downloads_never_become_data(server, monkeypatch, tmp_path, answer, 
     path = tmp_path / "good.txt"
     path.write_bytes(b"what was there")
     with pytest.raises(harness.UserError, match=words):
-        harness.download(server.url, path, "sha256", harness.checksum(TEXT, "sha256"), tries=2, timeout=0.2)
+        data.download(server.url, path, "sha256", data.checksum(TEXT, "sha256"), tries=2, timeout=0.2)
     assert path.read_bytes() == b"what was there" and [p.name for p in tmp_path.iterdir()] == ["good.txt"]
 
 
 def test_named_text_falls_back_to_pydoc_loudly(server, monkeypatch, tmp_path, capsys):
     sources(monkeypatch, tmp_path, server.url, TEXT)
     server.answers = [reply(b"no", status=404)]
-    text = harness.load_text("shakespeare")
+    text = data.load_text("shakespeare")
     assert text.name == "pydoc" and len(text.text) > 400_000
     assert "WARNING" in capsys.readouterr().err
 
@@ -636,20 +643,20 @@ def test_wrong_file_in_data_dir_is_refused_and_kept(tmp_path, capsys):
 def test_text_is_read_as_its_bytes_are(tmp_path):
     text = "\ufeffone\r\ntwo\rthree\u2028four\x85five\x0bsix\0seven é <|endoftext|> un<|endoftext|>word\n" * 40
     (tmp_path / "odd.txt").write_bytes(text.encode())
-    loaded = harness.load_text(str(tmp_path / "odd.txt"))
+    loaded = data.load_text(str(tmp_path / "odd.txt"))
     assert loaded.text == text
     for note in ("40 BOM", "40 CRLF", "40 lone CR", "40 U+2028", "40 NEL", "40 VT", "40 NUL"):
         assert note in loaded.notes
-    data = harness.character_data(loaded, 16)
-    ids = torch.cat((data.train, data.valid))
-    assert "".join(data.vocabulary[i] for i in ids.tolist()).encode() == text.encode()
+    found = data.character_data(loaded, 16)
+    ids = torch.cat((found.train, found.valid))
+    assert "".join(found.vocabulary[i] for i in ids.tolist()).encode() == text.encode()
 
 
 def test_ids_hold_a_large_vocabulary(tmp_path):
     text = "".join(chr(c) for c in range(0x10000, 0x10000 + 66_000)) * 2  # ids past 65535 would wrap in uint16
     (tmp_path / "wide.txt").write_text(text, encoding="utf-8")
-    data = harness.character_data(harness.load_text(str(tmp_path / "wide.txt")), 8)
-    assert len(data.vocabulary) == 66_000 and data.train.max() == 65_999
+    found = data.character_data(data.load_text(str(tmp_path / "wide.txt")), 8)
+    assert len(found.vocabulary) == 66_000 and found.train.max() == 65_999
 
 
 @pytest.mark.parametrize("content, words", [
@@ -663,7 +670,7 @@ def test_unusable_texts_are_refused(tmp_path, capsys, content, words):
 
 def test_windows_never_leave_the_text():
     ids = torch.arange(100)
-    x, y = harness.windows(ids, torch.tensor([0, 100 - 9]), 8, "cpu")
+    x, y = data.windows(ids, torch.tensor([0, 100 - 9]), 8, "cpu")
     assert x[0].tolist() == [*range(8)] and y[1].tolist() == [*range(92, 100)]
 
 
@@ -852,11 +859,11 @@ def test_one_run_in_one_folder(tmp_path):
 
 # ------------------------------------------------------------------------------------------------ train_charlm.py
 
-def test_charlm_compare_end_to_end(tmp_path):
-    done = script("train_charlm.py", "--quick", "--dataset", "pydoc", "--arms", *ARMS, "--dtype", "bfloat16", "--seeds", "3",
-                  "--steps", "6", "--prompt", "def", "--out", tmp_path / "out")
-    assert done.returncode == 0, done.stderr
-    assert "bfloat16 (asked for)" in done.stdout and "--- consensus-v" in done.stdout
+def test_charlm_compare_end_to_end(tmp_path, capsys):
+    run_main(train_charlm.main, "--quick", "--dataset", "pydoc", "--arms", *ARMS, "--dtype", "bfloat16", "--seeds", "3",
+             "--steps", "6", "--prompt", "def", "--out", tmp_path / "out")
+    output = capsys.readouterr().out
+    assert "bfloat16 (asked for)" in output and "--- consensus-v" in output
     summary = json.loads((tmp_path / "out/summary.json").read_text())
     assert len(set(summary["params"].values())) == 1 and summary["dataset"] == "pydoc"
     assert len(summary["runs"]) == 12 and len(summary["verdicts"]) == 3 and len(summary["samples"]) == 4
@@ -869,9 +876,8 @@ def test_charlm_compare_end_to_end(tmp_path):
 
 @pytest.mark.parametrize("control", [True, False])
 def test_charlm_eta_sweep_end_to_end(tmp_path, control):
-    done = script("train_charlm.py", "--eta", "0.3", "6", "--quick", "--dataset", "pydoc", "--out", tmp_path / "out",
-                  *([] if control else ["--no-control"]))
-    assert done.returncode == 0, done.stderr
+    run_main(train_charlm.main, "--eta", "0.3", "6", "--quick", "--dataset", "pydoc", "--out", tmp_path / "out",
+             *([] if control else ["--no-control"]))
     summary = json.loads((tmp_path / "out/summary.json").read_text())
     assert all(abs(t["rel_error"]) < 0.01 for t in summary["toy"])
     low, high = summary["sweep"]
@@ -999,16 +1005,10 @@ def small_data(tmp_path, monkeypatch):
         records = torch.randint(256, (50, 3073), generator=rng, dtype=torch.uint8)
         records[:, 0] %= 10
         records.numpy().tofile(folder / name)
-    monkeypatch.setattr(harness, "CACHE", tmp_path / "cache")
-    monkeypatch.setattr(harness, "download", lambda url, path, *_, **__: (_ for _ in ()).throw(
+    monkeypatch.setattr(data, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(data, "download", lambda url, path, *_, **__: (_ for _ in ()).throw(
         harness.UserError(f"could not download {url}: no network")))
     return tmp_path / "data"
-
-
-def run_main(main, *argv):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["script.py", *map(str, argv)])
-        main()
 
 
 def test_cifar_end_to_end_and_its_resume(small_data, tmp_path, capsys):
@@ -1061,7 +1061,7 @@ def test_cifar_files_are_checked(small_data, tmp_path, capsys, damage, words):
 
 def test_cifar_reader_patches_and_augmentation(small_data):
     path = small_data / "cifar-10-batches-bin/data_batch_1.bin"
-    labels, images = harness.read_cifar(path)
+    labels, images = data.read_cifar(path)
     raw = path.read_bytes()
     assert labels[7] == raw[7 * 3073]
     assert images[7, 2, 5, 9] == raw[7 * 3073 + 1 + 2 * 1024 + 5 * 32 + 9]  # blue, row 5, column 9
@@ -1078,8 +1078,8 @@ def test_cifar_reader_patches_and_augmentation(small_data):
 
 
 def test_wikitext_end_to_end(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(harness, "CACHE", tmp_path / "cache")
-    monkeypatch.setattr(harness, "download", lambda url, *_, **__: (_ for _ in ()).throw(harness.UserError("no network")))
+    monkeypatch.setattr(data, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(data, "download", lambda url, *_, **__: (_ for _ in ()).throw(harness.UserError("no network")))
     run_main(train_wikitext.main, "--quick", "--steps", "3", "--out", tmp_path / "out", "--arms", "prenorm", "tangent")
     output = capsys.readouterr()
     assert "pydoc" in output.out and "WARNING" in output.err
@@ -1092,15 +1092,15 @@ def test_wikitext_end_to_end(tmp_path, monkeypatch, capsys):
 def test_wikitext_files_and_their_fallback(server, tmp_path, monkeypatch, capsys):
     parts = {name: f"{name} of = wiki = <unk> <|endoftext|> text {i}\n".encode() * 50
              for i, name in enumerate(("train", "valid", "test"))}
-    monkeypatch.setattr(harness, "CACHE", tmp_path / "cache")
-    monkeypatch.setitem(harness.SOURCES, "wikitext-2", [(f"{name}.txt", server.url + name, "git", harness.checksum(part, "git"))
+    monkeypatch.setattr(data, "CACHE", tmp_path / "cache")
+    monkeypatch.setitem(data.SOURCES, "wikitext-2", [(f"{name}.txt", server.url + name, "git", data.checksum(part, "git"))
                                                        for name, part in parts.items()])
     server.answers = [reply(parts["train"]), reply(parts["valid"]), reply(parts["test"])]
-    text = harness.load_wikitext()
+    text = data.load_wikitext()
     assert text.name == "wikitext-2" and text.train.encode() == parts["train"] and text.valid.encode() == parts["valid"]
     (tmp_path / "cache/train.txt").unlink()
     server.answers = [reply(b"gone", status=404)]
-    text = harness.load_wikitext()
+    text = data.load_wikitext()
     assert "valid.txt for training" in text.name and text.valid.encode() == parts["test"]
     assert "WARNING" in capsys.readouterr().err
 
@@ -1108,15 +1108,15 @@ def test_wikitext_files_and_their_fallback(server, tmp_path, monkeypatch, capsys
 def test_tokens_over_the_union_and_special_text(monkeypatch, tmp_path):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))  # an empty cache and no network: bytes, not a crash
     monkeypatch.setattr("tiktoken.get_encoding", lambda name: (_ for _ in ()).throw(OSError("no network")))
-    encoding = harness.gpt2_encoding()
+    encoding = data.gpt2_encoding()
     text = argparse.Namespace(name="t", train="ab <|endoftext|>\n" * 20, valid="ba x<|endoftext|>y\n" * 20)
-    data = harness.token_data(text, encoding, 8)
+    found = data.token_data(text, encoding, 8)
     occurring = sorted(set((text.train + text.valid).encode()))
-    assert data.vocab == len(occurring)
-    assert bytes(occurring[i] for i in data.valid.tolist()).decode() == text.valid  # round trip
-    assert data.words == 20 * 2 + 20 and data.valid_bytes == len(text.valid)
+    assert found.vocab == len(occurring)
+    assert bytes(occurring[i] for i in found.valid.tolist()).decode() == text.valid  # round trip
+    assert found.words == 20 * 2 + 20 and found.valid_bytes == len(text.valid)
     with pytest.raises(harness.UserError, match="needs 1001"):
-        harness.token_data(text, encoding, 1000)
+        data.token_data(text, encoding, 1000)
 
 
 def test_gpt2_files_under_their_human_names(monkeypatch, tmp_path):
@@ -1129,7 +1129,7 @@ def test_gpt2_files_under_their_human_names(monkeypatch, tmp_path):
     (tmp_path / "encoder.json").write_text(json.dumps({token: i for i, token in enumerate(vocabulary)}), encoding="utf-8")
     assert len(data_gym_to_mergeable_bpe_ranks(str(tmp_path / "vocab.bpe"), str(tmp_path / "encoder.json"))) == 257
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    encoding = harness.gpt2_encoding()
+    encoding = data.gpt2_encoding()
     assert encoding.name == "gpt2" and encoding.encode("abab c") == [256, 256, encoding.encode(" ")[0], encoding.encode("c")[0]]
 
 

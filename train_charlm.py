@@ -37,6 +37,7 @@ import harness
 import metrics
 import noise_block
 import rope_consensus
+from data import character_data, load_text, windows
 from harness import UserError
 from model import ARMS, Transformer
 
@@ -104,7 +105,7 @@ def validation_loss(model, ids, seq, device, blocks=None):
     starts = torch.arange(0, len(ids) - seq, seq)[:blocks]
     total = 0.0
     for part in starts.split(64):
-        total += model(*harness.windows(ids, part, seq, device))[1].item() * len(part)
+        total += model(*windows(ids, part, seq, device))[1].item() * len(part)
     return total / len(starts)
 
 
@@ -192,7 +193,7 @@ def run(args, data, out, progress, device, dtype, arm, seq, seed, eta=None):
 
     def batch(step):
         starts = torch.randint(len(data.train) - seq, (args.batch,), generator=harness.generator(seed, "data", step))
-        return harness.windows(data.train, starts, seq, device)
+        return windows(data.train, starts, seq, device)
 
     def control(step, inputs):
         if arm != "standard" and step % args.control_every == 0:
@@ -220,7 +221,7 @@ def run(args, data, out, progress, device, dtype, arm, seq, seed, eta=None):
     if not result["diverged"]:
         row["val_loss"] = validation_loss(model.eval(), data.valid, seq, device)
         row["bits_per_byte"] = metrics.bits_per_byte(row["val_loss"], len(data.valid), data.valid_bytes)
-        ids = harness.windows(data.valid, torch.arange(4) * max(1, (len(data.valid) - seq) // 4), seq, device)[0]
+        ids = windows(data.valid, torch.arange(4) * max(1, (len(data.valid) - seq) // 4), seq, device)[0]
         row.update(measure(model, ids))
         if eta is not None:
             row["consensus"] = at_consensus(model, ids)
@@ -379,8 +380,8 @@ def main():
     args = parse()
     device, dtype, line = harness.pick_device(args.device, args.dtype, args.threads)
     print(line)
-    text = harness.load_text(args.dataset, args.data_dir)
-    data = harness.character_data(text, max(args.seq))
+    text = load_text(args.dataset, args.data_dir)
+    data = character_data(text, max(args.seq))
     if args.sample and args.eta is None:
         if args.prompt == "\n" and "\n" not in data.vocabulary:
             args.prompt = ""

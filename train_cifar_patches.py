@@ -27,6 +27,7 @@ import torch.nn.functional as F
 import harness
 import metrics
 import noise_arms
+from data import load_cifar
 from model import PatchTransformer
 
 MEAN, STD = torch.tensor([0.4914, 0.4822, 0.4465]), torch.tensor([0.2470, 0.2435, 0.2616])  # of the training images
@@ -76,7 +77,7 @@ def main():
     args = parse()
     device, dtype, line = harness.pick_device(args.device, args.dtype, args.threads)
     print(line)
-    data = harness.load_cifar(args.data_dir)
+    data = load_cifar(args.data_dir)
     labels, images = data.train
     print(f"data: {data.name}, {len(labels)} images to train on, {len(data.valid[0])} to evaluate")
 

@@ -24,6 +24,7 @@ import torch
 import harness
 import metrics
 import noise_arms
+from data import gpt2_encoding, load_wikitext, token_data, windows
 from model import Transformer
 
 COLUMNS = {"val_loss": ("nats/token", ".4f"), "ppl_token": ("ppl/token", ".1f"), "ppl_word": ("ppl/word", ".1f"),
@@ -47,9 +48,9 @@ def main():
     args = parse()
     device, dtype, line = harness.pick_device(args.device, args.dtype, args.threads)
     print(line)
-    text = harness.load_wikitext(args.data_dir)
-    encoding = harness.gpt2_encoding()
-    data = harness.token_data(text, encoding, args.seq)
+    text = load_wikitext(args.data_dir)
+    encoding = gpt2_encoding()
+    data = token_data(text, encoding, args.seq)
     print(f"data: {text.name}; {encoding.name} tokens, {len(data.train)} to train on, {len(data.valid)} to evaluate, "
           f"{data.vocab} different (the softmax is over these); context {args.seq}")
 
@@ -58,15 +59,15 @@ def main():
 
     def batch(step, seed):
         starts = torch.randint(len(data.train) - args.seq, (args.batch,), generator=harness.generator(seed, "data", step))
-        return harness.windows(data.train, starts, args.seq, device)
+        return windows(data.train, starts, args.seq, device)
 
     def loss_of(model, blocks):
         starts = torch.arange(0, len(data.valid) - args.seq, args.seq)[:blocks]
-        total = sum(model(*harness.windows(data.valid, part, args.seq, device))[1].item() * len(part)
+        total = sum(model(*windows(data.valid, part, args.seq, device))[1].item() * len(part)
                     for part in starts.split(32))
         return total / len(starts)
 
-    held_out = harness.windows(data.valid, torch.arange(8) * ((len(data.valid) - args.seq) // 8), args.seq, device)
+    held_out = windows(data.valid, torch.arange(8) * ((len(data.valid) - args.seq) // 8), args.seq, device)
 
     def final(model):
         with torch.no_grad():

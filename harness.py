@@ -257,12 +257,17 @@ def load_checkpoint(folder, header):
         except Exception as error:  # whatever a damaged or foreign file makes the unpickler raise
             print(f"WARNING: {path} cannot be read ({type(error).__name__}): trying the one before it", file=sys.stderr)
             continue
-        for key in header:
-            if found.get(key) != header[key]:
-                raise UserError(f"{path} was made with {key} = {found.get(key)!r}, this run has {header[key]!r}: use the "
-                                "same settings, or another --out")
+        require_same(path, found, header)
         return state
     return None
+
+
+def require_same(path, found, header):
+    """UserError at the first entry of header in which found, the header of the file at path, differs."""
+    for key in header:
+        if found.get(key) != header[key]:
+            raise UserError(f"{path} was made with {key} = {found.get(key)!r}, this run has {header[key]!r}: use the same "
+                            "settings, or another --out")
 
 
 # ------------------------------------------------------------------------------------------- progress and loop
@@ -341,8 +346,9 @@ def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device
     """Train model for `steps`; returns the result, also left in folder/result.json, and skips what is done.
 
     batch(step) -> (inputs, targets); model(inputs, targets) -> (_, loss). evaluate(model) -> dict, every eval_every steps
-    and at the end, where a checkpoint is saved too. every(step, inputs) -> dict or None runs before each step, outside autograd and compilation, and what
-    it returns is logged. header: plain values that a checkpoint must share with the run that resumes it.
+    and at the end, where a checkpoint is saved too. every(step, inputs) -> dict or None runs before each step, outside
+    autograd and compilation, and what it returns is logged. header: plain values that a checkpoint must share with the run
+    that resumes it.
     On a CPU a stopped and resumed run is bit-equal to an unbroken one. Diverged runs end with diverged = True.
     """
     result_path, log_path = folder / "result.json", folder / "metrics.jsonl"
@@ -356,8 +362,10 @@ def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device
     if saved is not None:
         model.load_state_dict(saved["model"])
     if result_path.exists():
+        result = read_json(result_path)
+        require_same(result_path, result["header"], header)
         progress.advance(f"{label}: done before", steps)
-        return json.loads(result_path.read_text())
+        return result
     optimizer = make_optimizer(model, lr, weight_decay, device)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     begin, evaluations, log_bytes = 0, [], 0
@@ -385,7 +393,6 @@ def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device
 
     def save(at):
         with writing(log_path):
-            log.flush()
             os.fsync(log.fileno())
         save_checkpoint(folder, {"header": header, "step": at, "evaluations": evaluations, "model": model.state_dict(),
                                  "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
@@ -398,7 +405,7 @@ def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device
         model.train()
 
     with writing(log_path):
-        log = open(log_path, "ab")
+        log = open(log_path, "ab", buffering=0)  # so that a full disk is met in flush(), not when the file is closed
         log.truncate(log_bytes)  # what was logged after the checkpoint is logged again
     with log, Interrupts() as interrupts:
         if begin == 0:
@@ -439,7 +446,7 @@ def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device
             print(f"{label} diverged at {diverged}; the last good checkpoint is kept", file=sys.stderr)
             progress.advance(label, steps - step)
     rows = [json.loads(line) for line in log_path.read_text().splitlines()]
-    result = {"diverged": diverged is not None, "diverged_at": diverged, "steps": steps,
+    result = {"header": header, "diverged": diverged is not None, "diverged_at": diverged, "steps": steps,
               "train_loss_first": rows[0]["loss"], "train_loss_last": rows[-1]["loss"],
               "grad_norms": [row["grad_norm"] for row in rows], "evaluations": evaluations}
     write_json(folder / "timing.json", {"steps": steps - begin, "seconds_per_step": seconds / max(1, steps - begin)})

@@ -808,7 +808,12 @@ def test_resume_onto_something_else_is_refused(tmp_path, change):
     header = dict(vocabulary="abc", dataset="this", arm="standard")
     small_run(tmp_path / "run", **header)
     (key, value), = change.items()
-    with pytest.raises(harness.UserError, match=f"{key} = {header[key]!r}, this run has {value!r}"):
+    refusal = f"{key} = {header[key]!r}, this run has {value!r}"
+    with pytest.raises(harness.UserError, match=refusal):
+        small_run(tmp_path / "run", **{**header, **change})
+    for checkpoint in (tmp_path / "run").glob("checkpoint*"):  # without any, the result that is kept is as strict
+        checkpoint.unlink()
+    with pytest.raises(harness.UserError, match=refusal):
         small_run(tmp_path / "run", **{**header, **change})
 
 
@@ -842,6 +847,8 @@ def test_full_disk_keeps_what_was_there(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(harness.UserError, match="No space left on device"):
         harness.write_json(tmp_path / "run/result.json", {})
+    with pytest.raises(harness.UserError, match="No space left on device"):
+        small_run(tmp_path / "other")
     assert (tmp_path / "run/checkpoint.pt").read_bytes() == good
     assert json.loads((tmp_path / "run/result.json").read_text())["steps"] == 12
 

@@ -5,6 +5,8 @@ All tests, from mathematics and known answers. No network; two CPU cores.
     $ pytest test_all.py -m slow    # and what is slow by nature: 20 kills, long sequences, many seeds
 """
 import argparse
+import copy
+import importlib.util
 import json
 import math
 import os
@@ -15,20 +17,25 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import data
 import harness
 import metrics
 import noise_arms
+import noise_block as nb
 import rope_consensus as rc
 import train_charlm
 import train_cifar_patches
 import train_wikitext
 from model import ARMS, Transformer
+from noise_block import IsotropicNoise, TangentNoise, attach, matched_sigma, tangent_noise_step
 from rope_consensus import ConsensusAttention, attention_matrix, consensus_step, rope, unit
 
 HERE = pathlib.Path(__file__).parent
@@ -1176,6 +1183,642 @@ def test_charlm_with_noise_trains_and_resumes(tmp_path, capsys):
         run_main(train_charlm.main, *options, "--noise", "tangent", "--h", "0.1", "--out", tmp_path / "cut")
     run_main(train_charlm.main, *options, "--noise", "tangent", "--h", "0.1", "--out", tmp_path / "cut", "--resume")
     assert (tmp_path / "cut" / log).read_bytes() == (tmp_path / "whole" / log).read_bytes()
+
+
+NOISE_FILE = pathlib.Path(nb.__file__)
+torch.set_num_threads(1)
+
+# ------------------------------------------------------------------------- noise_block.py: the laws of one step
+# A sample mean is held to its exact value within 4 of its own standard errors (6e-5 is the chance of a false alarm, and
+# seeds are fixed). Where a law holds for small steps only, the tolerance adds the stated relative bias, of order d a^2.
+
+
+def noise_near(samples, value, bias=0.0):
+    mean, error = samples.mean().item(), samples.std().item() / samples.numel() ** 0.5
+    assert abs(mean - value) < 4 * error + bias * abs(value) + 1e-12, f"{mean} +- {error} against {value}"
+
+
+def noise_randn(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def noise_tokens(*shape, seed=0, dtype=torch.float64):
+    return nb.unit(noise_randn(*shape, seed=seed).to(dtype))
+
+
+def noise_pairs(n, d, angle):
+    """n pairs at one angle, in a plane that is no coordinate plane: (n, 2, d)."""
+    x, v = torch.linalg.qr(noise_randn(d, 2, seed=5))[0].T
+    return torch.stack((x, math.cos(angle) * x + math.sin(angle) * v)).expand(n, 2, d)
+
+
+def noise_cosine(x):
+    return (x[..., 0, :] * x[..., 1, :]).sum(-1)
+
+
+def noise_moved(x, y):
+    """The tangent t of y = (x + t)/|x + t|: exact, however long t is."""
+    return y / (x * y).sum(-1, keepdim=True) - x
+
+
+def noise_goe(n, d, seed=0):
+    """Independent of the code under test: symmetric, variance 1 off the diagonal and 2 on it. (n, d, d)."""
+    A = noise_randn(n, d, d, seed=seed).tril(-1)
+    return A + A.mT + torch.diag_embed(math.sqrt(2) * noise_randn(n, d, seed=seed + 1))
+
+
+NOISE_KINDS = [{}, {"rank": 1}, {"rank": 3}, {"rank": 3, "signed": True}]
+
+
+@pytest.mark.parametrize("common, a", [("h", 0.2), ("sqrt_h", math.sqrt(0.2)), ("none", 0.0)])
+@pytest.mark.parametrize("low_rank", [False, True])
+def test_noise_step_is_the_equation(common, a, low_rank):
+    # written out token by token, in loops, with z from the same generator
+    h, gamma, n, d = 0.2, 0.7, 5, 4
+    x, f = noise_tokens(n, d), noise_randn(n, d, seed=1)
+    U, V = noise_randn(d, 2, seed=2), noise_randn(d, 2, seed=3)
+    S = noise_goe(1, d)[0]
+    z = torch.randn(n, d, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    for signed in (False, True):
+        A = (U @ U.T - V @ V.T if signed else U @ U.T + V @ V.T) if low_rank else S
+        out = tangent_noise_step(x, h, gamma, A=(U, V) if low_rank else S, drift=f, common=common, signed=signed,
+                                 generator=torch.Generator().manual_seed(9))
+        for i in range(n):
+            p = A @ x[i] - x[i] * (x[i] @ A @ x[i])
+            q = z[i] - x[i] * (x[i] @ z[i])
+            y = x[i] + h * f[i] + a * p + gamma * math.sqrt(h) * q
+            assert torch.allclose(out[i], y / (y.norm() + 1e-8), atol=1e-14, rtol=0)
+
+
+def test_noise_matrices_have_the_stated_variances():
+    for seed in range(3):
+        g = torch.Generator().manual_seed(seed)
+        A = torch.stack([nb.symmetric_gaussian(5, g, dtype=torch.float64) for _ in range(2000)])
+        assert torch.equal(A, A.mT)
+        noise_near(A[:, 1, 3] ** 2, 1.0)
+        noise_near(A[:, 2, 2] ** 2, 2.0)
+        noise_near(A[:, 0, 1] * A[:, 0, 2], 0.0)
+        pairs = [nb.low_rank_symmetric(5, 2, g, dtype=torch.float64) for _ in range(2000)]
+        U, V = (torch.stack(M) for M in zip(*pairs))
+        assert U.shape == V.shape == (2000, 5, 2)
+        noise_near((U @ U.mT + V @ V.mT)[:, 1, 3] ** 2, 1.0)
+        noise_near((U @ U.mT - V @ V.mT)[:, 2, 2] ** 2, 2.0)  # signed: mean 0, so the square's mean is the variance
+
+
+@pytest.mark.parametrize("kind", NOISE_KINDS, ids=str)
+@pytest.mark.parametrize("common, a", [("h", 0.25), ("sqrt_h", 0.5), ("none", 0.0)])
+def test_noise_energy(kind, common, a):
+    # E||a p + gamma sqrt(h) q||^2 = (d - 1)(a^2 + gamma^2 h), steps of any size. x is no coordinate axis: there a wrong
+    # variance on A's diagonal would not show. It would be (d - 1) + (Var A_ii - 2)(1 - sum x_i^4).
+    d, h = 4, 0.25
+    x = nb.unit(torch.tensor([1.0, -1.0, 0.5, 0.7], dtype=torch.float64)).expand(10000, 1, d)
+    for seed, gamma in ((0, 0.0), (1, 0.6), (2, 1.5)):
+        noise = TangentNoise(d, h, gamma, common=common, shared="sequence", seed=seed, **kind)
+        noise_near(noise_moved(x, noise(x)).square().sum(-1), (d - 1) * (a * a + gamma * gamma * h))
+
+
+@pytest.mark.parametrize("kind", NOISE_KINDS, ids=str)
+def test_noise_two_tokens_share_A_but_not_z(kind):
+    # E<p_x, p_y> = tr P_x P_y (c I + x y^T) = c (d - 3 + 2 c^2) for one A; 0 for two. E<q_x, q_y> = 0, not d - 2 + c^2.
+    d, c, h, gamma = 6, 0.6, 0.3, 0.5
+    x = noise_pairs(10000, d, math.acos(c))
+    for seed in range(3):
+        t = noise_moved(x, TangentNoise(d, h, gamma, shared="sequence", seed=seed, **kind)(x))
+        noise_near((t[:, 0] * t[:, 1]).sum(-1), h * h * c * (d - 3 + 2 * c * c))
+        t = noise_moved(x, TangentNoise(d, h, gamma, common="none", seed=seed)(x))
+        noise_near((t[:, 0] * t[:, 1]).sum(-1), 0.0)
+
+
+def test_noise_signed_low_rank_is_even():
+    # x, y, z orthonormal: E (x^T A y)(y^T A z)(z^T A x) = 2r (2r)^(-3/2) for U U^T + V V^T, and 0 with - V V^T or full A
+    r, a = 2, 0.1
+    x = torch.linalg.qr(noise_randn(5, 5, seed=4))[0].T[:3].expand(40000, 3, 5)
+    for kind, value in (({"rank": r}, (2 * r) ** -0.5), ({"rank": r, "signed": True}, 0.0), ({}, 0.0)):
+        t = noise_moved(x, TangentNoise(5, a, 0.0, shared="sequence", **kind)(x)) / a
+        noise_near((t * x.roll(-1, -2)).sum(-1).prod(-1), value)
+
+
+def test_noise_one_A_per_batch_or_per_sequence():
+    x = noise_tokens(4, d := 5).expand(3, 4, d)  # three equal sequences
+    same, own = TangentNoise(d, 0.1, 0.0)(x), TangentNoise(d, 0.1, 0.0, shared="sequence")(x)
+    assert torch.equal(same[0], same[1]) and torch.equal(same[0], same[2])
+    assert (own[0] - own[1]).abs().max() > 0.01 and (own[1] - own[2]).abs().max() > 0.01
+    forced = TangentNoise(d, 0.1, 0.5, common="none")(x)
+    assert (forced[0] - forced[1]).abs().max() > 0.01  # z is never shared
+
+
+@pytest.mark.parametrize("common, a", [("h", 0.1), ("sqrt_h", math.sqrt(0.1))])
+def test_noise_one_token_forgets_geometrically(common, a):
+    # E<x_k, x_0> = rho^k exactly: a rotation-invariant step multiplies linear functions by rho, which is
+    # E(1 + s^2 chi^2_{d-1})^(-1/2), s^2 = a^2 + gamma^2 h; -ln rho -> (d - 1) s^2/2 for small steps.
+    d, h, gamma = 5, 0.1, 0.4
+    s2 = a * a + gamma * gamma * h
+    r = torch.linspace(0, 12, 100_001, dtype=torch.float64)
+    weight = r ** (d - 2) * torch.exp(-r * r / 2)
+    rho = ((weight / (1 + s2 * r * r).sqrt()).sum() / weight.sum()).item()
+    assert abs(-math.log(rho) / ((d - 1) * s2 / 2) - 1) < d * s2
+    for seed in range(2):
+        x0 = x = noise_tokens(20000, 1, d, seed=seed)
+        noise = TangentNoise(d, h, gamma, common=common, shared="sequence", seed=seed)
+        for k in range(1, 11):
+            x = noise(x)
+            if k in (1, 3, 10):
+                noise_near((x * x0).sum(-1), rho ** k)
+
+
+@pytest.mark.parametrize("d", [2, 3, 16])
+def test_noise_pair_drift_and_variance(d):
+    # One step: c falls by 2 a^2 c (1 - c^2), variance 4 a^2 (1 - c^2)^2. The mean over A and -A has no first order, so
+    # that 1/sqrt(N) is its relative error. Bias d a^2.
+    a, n = 0.01, 4000
+    for seed, angle in ((0, 0.7), (1, 1.2), (2, 2.0)):
+        x, A = noise_pairs(n, d, angle), noise_goe(n, d, seed)
+        up, down = (noise_cosine(tangent_noise_step(x, a, 0.0, A=s * A)) - math.cos(angle) for s in (1, -1))
+        c, s2 = math.cos(angle), math.sin(angle) ** 2
+        noise_near((up + down) / 2, -2 * a * a * c * s2, bias=2 * d * a * a)
+        noise_near((up - down).square() / 4, 4 * a * a * s2 * s2, bias=2 * d * a * a)
+        moved = noise_cosine(TangentNoise(d, a, 0.0, shared="sequence", seed=seed)(x)) - c  # with the module's own A
+        noise_near(moved.square(), 4 * a * a * s2 * s2, bias=2 * d * a * a)
+
+
+def test_noise_forced_pair():
+    # gamma alone: x and y move independently, so E c' = rho^2 c exactly; variance 2 g^2 (1 - c^2) for small g
+    d, c = 5, 0.8
+    x = noise_pairs(20000, d, math.acos(c))
+    r = torch.linspace(0, 12, 100_001, dtype=torch.float64)
+    weight = r ** (d - 2) * torch.exp(-r * r / 2)
+    for seed, g in enumerate((0.5, 0.1, 0.03)):
+        rho = ((weight / (1 + g * g * r * r).sqrt()).sum() / weight.sum()).item()
+        after = noise_cosine(TangentNoise(d, 0.04, 5 * g, common="none", seed=seed)(x))  # gamma sqrt(h) = g
+        noise_near(after, rho * rho * c)
+    noise_near((after - c).square(), 2 * g * g * (1 - c * c), bias=3 * d * g * g)
+
+
+@pytest.mark.parametrize("d", [2, 8, 32])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_noise_log_distance_falls(d, sign):
+    # E log((1 - |c'|)/(1 - |c|)) = -4 a^2 near agreement and near opposition; A and -A in turn; bias d a^2
+    a, n = 0.01, 60000 // d
+    x = noise_pairs(n, d, 1e-3) * torch.tensor([[1.0], [sign]])
+    A = noise_goe(n, d)
+    gap = 1e-3 ** 2 / 2  # 1 - cos(1e-3), to 1e-7 of it
+    logs = []
+    for s in (1, -1):
+        y = tangent_noise_step(x, a, 0.0, A=s * A, eps=0.0)
+        logs.append(((y[:, 0] - sign * y[:, 1]).square().sum(-1) / 2 / gap).log())  # 1 - |c| = |x -+ y|^2/2
+    noise_near((logs[0] + logs[1]) / 2, -4 * a * a, bias=2 * d * a * a)
+
+
+@pytest.mark.parametrize("d, angle", [(2, 1.0), (3, 2.0), (8, 0.8)])
+def test_noise_pair_ends_antipodal_with_probability_angle_over_pi(d, angle):
+    # 4 a^2 * 300 = 27 e-folds of the distance, with a spread of 4 a sqrt(300) = 10: nearly every pair has decided
+    noise = TangentNoise(d, 0.15, 0.0, shared="sequence", seed=d)
+    x = noise_pairs(2500, d, angle).float()
+    for _ in range(300):
+        x = noise(x)
+    c = noise_cosine(x)
+    assert (c.abs() > 0.99).float().mean() > 0.95
+    noise_near((c < 0).double(), angle / math.pi)
+
+
+def test_noise_pair_stationary_law():
+    # the density of c, integrated here in c, against the simulation; and from c = 0 the share only grows
+    d, h, gamma = 5, 0.07, 0.14
+    k = gamma ** 2 * h / (2 * h * h)
+    c = torch.linspace(-1, 1, 400_001, dtype=torch.float64)
+    density = (1 - c * c) ** ((d - 3) / 2) * (1 - c * c + k) ** (-d / 2)
+    share = (density[c < -0.9].sum() / density.sum()).item()
+    assert abs(nb.stationary_antipodal(d, h, gamma, "h") - share) < 1e-4
+    x = noise_pairs(4000, d, math.pi / 2).float()
+    noise = TangentNoise(d, h, gamma, shared="sequence")
+    grown = []
+    for step in range(400):
+        x = noise(x)
+        if (step + 1) % 80 == 0:
+            grown.append((noise_cosine(x) < -0.9).double().mean().item())
+    noise_near((noise_cosine(x) < -0.9).double(), share, bias=d * h * h)
+    noise_near((noise_cosine(x) > 0.9).double(), share, bias=d * h * h)
+    error = (share / 4000) ** 0.5
+    assert all(late > early - 3 * error for early, late in zip(grown, grown[1:])), grown
+
+
+def test_noise_64_tokens():
+    # d = 16, a = h = 0.05, 2000 steps, 8 sequences: half antipodal and half aligned, then ever fewer with gamma
+    x0 = noise_tokens(8, 64, 16, dtype=torch.float32)
+    with torch.inference_mode():
+        for gamma in (0.0, 0.03, 0.1):
+            x = nb.run(TangentNoise(16, 0.05, gamma, shared="sequence", seed=1), x0, [2000])[0]
+            antipodal = metrics.antipolar_fraction(x)
+            noise_near(antipodal, nb.stationary_antipodal(16, 0.05, gamma, "h"), bias=0.05)  # (d - 1) a^2 = 0.04
+            if gamma == 0:
+                both = (metrics.cosine_matrix(x).abs() > 0.9).float().mean()
+                assert both > 0.97 and 0.42 < antipodal.mean() < 0.52
+        x = nb.run(TangentNoise(16, 0.05, 0.3, shared="sequence", seed=1), x0, [600])[0]
+        assert metrics.antipolar_fraction(x).max() < 0.001
+        for gamma in (0.0, 0.03):  # attention at a = h: consensus, nothing opposite
+            x = nb.run(TangentNoise(16, 0.05, gamma, shared="sequence", seed=1), x0, [600], beta=1.0)[0]
+            assert metrics.antipolar_fraction(x).max() < 0.002
+            assert (metrics.cosine_matrix(x) > 0.9).float().mean() > 0.95
+        x = nb.run(TangentNoise(16, 0.05, 0.0, common="sqrt_h", shared="sequence", seed=1), x0, [100], beta=1.0)[0]
+        assert 0.3 < metrics.antipolar_fraction(x).mean() < 0.5  # at a = sqrt(h) they rise first, about 0.4
+        x = nb.run(TangentNoise(16, 0.05, 0.0, shared="sequence"), x0[:2], [300], own_A=True)[0]
+        assert metrics.antipolar_fraction(x).max() == 0  # control: an A for each token orders nothing
+
+
+def test_noise_matched_sigma_spends_the_same():
+    # before the retraction: E||a p + g q||^2 = d sigma^2, measured within 1%; and the tangent part of sigma z is what
+    # IsotropicNoise moves a token by, (d - 1) sigma^2 (small sigma: bias 3 sigma^2)
+    d, n = 12, 40000
+    x = noise_tokens(n, 1, d)
+    for common, h, gamma in (("h", 0.02, 0.1), ("sqrt_h", 0.0004, 0.5), ("none", 0.04, 0.1)):
+        sigma = matched_sigma(d, h, gamma, common)
+        spent = noise_moved(x, TangentNoise(d, h, gamma, common=common, shared="sequence")(x)).square().sum(-1).mean()
+        assert abs(spent / (d * sigma ** 2) - 1) < 0.01
+        moved = noise_moved(x, IsotropicNoise(d, sigma)(x)).square().sum(-1).mean()
+        assert abs(moved / ((d - 1) * sigma ** 2) - 1) < 0.01
+        assert abs(moved / spent - (d - 1) / d) < 0.015
+
+
+def test_noise_draws_are_independent_of_each_other():
+    # one draw after another, and layers of neighbouring seeds: increments at the same tokens are uncorrelated
+    x = noise_tokens(20000, 1, 4)
+    noise, neighbour = (TangentNoise(4, 0.1, 0.3, shared="sequence", seed=seed) for seed in (3, 4))
+    first, second, other = (noise_moved(x, m(x)) for m in (noise, noise, neighbour))
+    noise_near((first * second).sum(-1), 0.0)
+    noise_near((first * other).sum(-1), 0.0)
+
+
+# ------------------------------------------------------------------------- noise_block.py: numbers and gradients
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 2e-8), (torch.float32, 1e-6), (torch.bfloat16, 1e-2),
+                                              (torch.float16, 2e-3)])
+@pytest.mark.parametrize("kind", [{}, {"rank": 2, "signed": True, "shared": "sequence"}], ids=["full", "low rank"])
+def test_noise_dtypes(dtype, tolerance, kind):
+    # norms of 5000 overflow float16 when squared in it; eps = 1e-8 is what float64 misses unit norm by
+    x = (noise_randn(2, 3, 7, 8) * torch.tensor([1e-3, 1.0, 5000.0])[:, None, None] / 3).to(dtype).requires_grad_()
+    noise = TangentNoise(8, 0.1, 0.5, **kind)
+    out = noise(x)
+    assert out.dtype == dtype and out.shape == x.shape
+    assert (out.double().norm(dim=-1) - 1).abs().max() < tolerance
+    (out * noise_randn(8).to(dtype)).sum().backward()
+    assert x.grad.isfinite().all() and x.grad.dtype == dtype
+    keep = TangentNoise(8, 0.1, 0.5, keep_norm=True, **kind)(x)
+    assert keep.dtype == dtype
+    assert (keep.double().norm(dim=-1) / x.double().norm(dim=-1) - 1).abs().max() < max(tolerance, 2e-5)
+    step = tangent_noise_step(nb.unit(x), 0.1, 0.5)
+    assert step.dtype == dtype and (step.double().norm(dim=-1) - 1).abs().max() < tolerance
+
+
+def test_noise_autocast():
+    x = (noise_randn(4, 6, 16) * 1000).float()
+    plain = TangentNoise(16, 0.3, 0.2, rank=4)(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = TangentNoise(16, 0.3, 0.2, rank=4)(x)
+    assert cast.dtype == torch.float32 and (cast.norm(dim=-1) - 1).abs().max() < 1e-6
+    assert 0 < (cast - plain).abs().max() < 0.02  # the product is in bfloat16, 2^-8, and the rest is not
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("make", [lambda **keep: TangentNoise(8, 0.1, 0.5, **keep),
+                                  lambda **keep: TangentNoise(8, 0.1, 0.0, **keep),
+                                  lambda **keep: IsotropicNoise(8, 0.1, **keep)])
+def test_noise_zero_token_stays_finite(dtype, make):
+    for keep_norm in (False, True):
+        x = noise_randn(2, 3, 8).to(dtype)
+        x[0, 1] = 0
+        x.requires_grad_()
+        out = make(keep_norm=keep_norm)(x)
+        out.square().sum().backward()
+        assert out.isfinite().all() and x.grad.isfinite().all()
+        assert not keep_norm or (out[0, 1] == 0).all()
+        make(keep_norm=keep_norm)(torch.zeros(1, 2, 8, dtype=dtype, requires_grad=True)).sum().backward()
+    x = torch.zeros(3, 8, dtype=dtype, requires_grad=True)
+    nb.unit(x).sum().backward()
+    assert (nb.unit(x) == 0).all() and (x.grad == 0).all()
+
+
+@pytest.mark.parametrize("A", ["full", "low rank"])
+def test_noise_gradcheck(A):
+    A = noise_goe(1, 4)[0] if A == "full" else (noise_randn(4, 2), noise_randn(4, 2, seed=1))
+    x, f = noise_tokens(2, 3, 4).requires_grad_(), noise_randn(2, 3, 4, seed=2).requires_grad_()
+
+    def step(x, f):
+        return tangent_noise_step(x, 0.2, 0.5, A=A, drift=f, signed=True, generator=torch.Generator().manual_seed(1))
+    assert torch.autograd.gradcheck(step, (x, f))
+    assert torch.autograd.gradcheck(nb.unit, noise_randn(3, 4, seed=3).requires_grad_())
+
+
+def test_noise_low_rank_forms_no_d_by_d_matrix():
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            largest = max([largest, *(t.numel() for t in (out if isinstance(out, (tuple, list)) else [out])
+                                      if isinstance(t, torch.Tensor))])
+            return out
+    x = noise_randn(3, 64, dtype=torch.float32).requires_grad_()
+    with Watch():
+        TangentNoise(64, 0.1, 0.1, rank=2)(x).sum().backward()
+    assert 0 < largest <= 64 * 4  # U and V together
+
+
+# ------------------------------------------------------------------------- noise_block.py: seeds, state, modes
+
+def test_noise_equal_seeds_equal_noise_whatever_else_is_drawn():
+    x = noise_tokens(2, 5, 8, dtype=torch.float32)
+    one, two, other = (TangentNoise(8, 0.1, 0.3, seed=s) for s in (7, 7, 8))
+    first = [one(x) for _ in range(3)]
+    for expected in first:
+        torch.randn(11), torch.manual_seed(int(torch.randint(100, ())))  # the rest of the program
+        two.eval()
+        two(x)
+        two.train()
+        assert torch.equal(two(x), expected)
+    before = torch.random.get_rng_state()
+    assert not torch.equal(other(x), first[0]) and not torch.equal(first[0], first[1])
+    assert torch.equal(torch.random.get_rng_state(), before)  # nor does the noise touch torch's generator
+
+
+def test_noise_function_draws_from_the_generator_alone():
+    x = noise_tokens(5, 8)
+    before = torch.random.get_rng_state()
+    one, two, three = (tangent_noise_step(x, 0.1, 0.3, generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2))
+    assert torch.equal(one, two) and not torch.equal(one, three)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_noise_off_in_evaluation_unless_always_on():
+    x = noise_randn(2, 5, 8, dtype=torch.float32)
+    for make in (lambda **k: TangentNoise(8, 0.1, 0.3, **k), lambda **k: IsotropicNoise(8, 0.1, **k)):
+        noise = make().eval()
+        state = noise.get_extra_state()
+        assert torch.equal(noise(x), nb.unit(x)) and torch.equal(noise.get_extra_state(), state)
+        assert torch.equal(make(keep_norm=True).eval()(x), x)  # bit for bit
+        assert torch.equal(make(always_on=True).eval()(x), make()(x))
+
+
+@pytest.mark.parametrize("make", [lambda seed: TangentNoise(8, 0.1, 0.3, seed=seed),
+                                  lambda seed: IsotropicNoise(8, 0.1, seed=seed)])
+def test_noise_resumes_exactly(make, tmp_path):
+    x, noise = noise_tokens(5, 8, dtype=torch.float32), make(5)
+    noise(x), noise(x)
+    torch.save(noise.state_dict(), tmp_path / "noise.pt")
+    expected = [noise(x), noise(x)]
+    resumed = make(0)
+    resumed.load_state_dict(torch.load(tmp_path / "noise.pt", weights_only=True))
+    clone = copy.deepcopy(resumed)
+    assert all(torch.equal(resumed(x), y) for y in expected)
+    assert torch.equal(clone(x), expected[0])  # a copy has a state of its own
+
+
+def test_noise_rank_offset_changes_z_but_not_A():
+    x = noise_tokens(5, 8, dtype=torch.float32)
+    ranks = [TangentNoise(8, 0.1, 0.0, token_seed=r)(x) for r in (0, 1)]
+    assert torch.equal(*ranks)
+    ranks = [TangentNoise(8, 0.1, 0.3, common="none", token_seed=r)(x) for r in (0, 1)]
+    assert (ranks[0] - ranks[1]).abs().max() > 0.01
+
+
+def test_noise_drift_euler_and_split():
+    x, f, h = noise_tokens(5, 8), noise_randn(5, 8, seed=1), 0.2
+    off = TangentNoise(8, h, 0.3).eval()
+    assert torch.allclose(off(x, f), nb.unit(x + h * f), atol=1e-7)
+    quiet = TangentNoise(8, h, 0.0, common="none")
+    assert torch.allclose(quiet(x, f), off(x, f), atol=1e-7)
+    split, plain, euler = (TangentNoise(8, h, 0.3, drift=k) for k in ("split", "euler", "euler"))
+    assert torch.allclose(split(x, f), plain(nb.unit(x + h * f)), atol=1e-12)
+    t = noise_moved(x, TangentNoise(8, h, 0.3)(x))
+    assert torch.allclose(euler(x, f), nb.unit(x + t + h * f), atol=1e-7)
+
+
+def test_noise_keeps_the_length_after_a_projection():
+    # second integration point: vectors that are not unit, only their direction moves
+    v = nn.Linear(8, 8)(noise_randn(2, 5, 8, dtype=torch.float32)) * 7
+    kept, sphere = TangentNoise(8, 0.1, 0.3, keep_norm=True)(v), TangentNoise(8, 0.1, 0.3)(v)
+    assert torch.allclose(kept, v.norm(dim=-1, keepdim=True) * sphere, rtol=1e-5)
+    assert torch.allclose(kept.norm(dim=-1), v.norm(dim=-1), rtol=1e-5) and (kept - v).abs().max() > 0.1
+
+
+def test_noise_compiles_whole():
+    # fullgraph=True raises at the first graph break; compiled and plain runs draw the same noise, leave the same state
+    def model():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8), TangentNoise(8, 0.1, 0.3, seed=1), nn.Linear(8, 8),
+                             TangentNoise(8, 0.1, 0.3, rank=2, shared="sequence", keep_norm=True, seed=2),
+                             IsotropicNoise(8, 0.1, seed=3))
+    plain, whole = model(), model()
+    compiled = torch.compile(whole, backend="aot_eager", fullgraph=True)
+    x = noise_randn(2, 5, 8, dtype=torch.float32)
+    for _ in range(2):
+        one, two = plain(x), compiled(x)
+        assert torch.allclose(one, two, atol=1e-6)
+    one.square().sum().backward(), two.square().sum().backward()
+    assert torch.allclose(plain[0].weight.grad, whole[0].weight.grad, atol=1e-6)
+    assert torch.equal(whole[1].get_extra_state(), torch.tensor([1, 2]))
+    with pytest.raises(ValueError, match="TangentNoise: tokens are not finite"):
+        compiled(x * math.nan)
+
+
+def test_noise_refuses_to_be_redrawn_by_checkpointing():
+    noise, x = TangentNoise(8, 0.1, 0.3), noise_tokens(5, 8).requires_grad_()
+    for reentrant in (False, True):
+        with pytest.raises(RuntimeError, match="checkpointing"):
+            checkpoint(noise, x, use_reentrant=reentrant).sum().backward()
+
+
+# ------------------------------------------------------------------------- noise_block.py: attach
+
+class NoiseDecoder(nn.Module):
+    """Decoder layers that return tuples, as those of older Hugging Face models do."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.o_proj, self.mlp = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x):
+            weights = torch.softmax(x @ x.mT, -1)
+            x = x + self.o_proj(weights @ x)
+            return x + self.mlp(x).relu(), weights
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer() for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x, weights = layer(x)
+        return x
+
+
+def noise_encoder():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 3)
+
+
+def noise_transformers():
+    """A small Llama where transformers is installed (requirements-models.txt), the layers above where it is not."""
+    if importlib.util.find_spec("transformers") is None:
+        return NoiseDecoder()
+    from transformers import LlamaConfig, LlamaModel
+    model = LlamaModel(LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=3,
+                                   num_attention_heads=2, attn_implementation="eager"))
+    model.norm = nn.Identity()  # what comes out is what the last block's noise put out
+    return NoiseModel(model)
+
+
+class NoiseModel(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.layers = model, model.layers
+
+    def forward(self, x):
+        return self.model(inputs_embeds=x, use_cache=False).last_hidden_state
+
+
+@pytest.mark.parametrize("make", [noise_encoder, NoiseDecoder, noise_transformers])
+def test_noise_attach(make):
+    torch.manual_seed(0)
+    model, x = make(), noise_randn(2, 5, 16, dtype=torch.float32)
+    plain, keys = model(x), list(model.state_dict())
+    noise = attach(model.layers, 16, h=0.1, gamma=0.3, rank=4, seed=11)
+    state = noise.state_dict()
+    first, second = model(x), model(x)
+    assert (first - plain).abs().max() > 0.01 and not torch.equal(first, second)
+    first.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.layers[0].parameters())
+    assert list(model.state_dict()) == keys  # the model is as it was; the noise's state is the handle's
+    noise.load_state_dict(state)
+    assert torch.equal(model(x), first)
+    model.eval()
+    state = noise.state_dict()
+    assert torch.equal(model(x), plain)
+    assert all(torch.equal(noise.state_dict()[k], v) for k, v in state.items())
+    model.train()
+    with pytest.raises(ValueError, match=r"noise after \w+ 0: tokens are not finite"):
+        model(x * math.inf)
+    noise.remove()
+    assert torch.equal(model(x), plain)
+    noise = attach([model.layers[-1]], 16, h=0.1, gamma=0.3, keep_norm=False)  # and on the unit sphere
+    assert torch.allclose(model(x).norm(dim=-1), torch.ones(2, 5), atol=1e-5)
+    assert torch.allclose(model.eval()(x), nb.unit(plain), atol=1e-6)
+    noise.remove()
+
+
+def test_noise_attach_after_projections_and_compiled():
+    torch.manual_seed(0)
+    model, x = NoiseDecoder(), noise_randn(2, 5, 16, dtype=torch.float32)
+    lengths = []
+    model.layers[0].o_proj.register_forward_hook(lambda m, args, out: lengths.append(out.norm(dim=-1)))
+    noise = attach([layer.o_proj for layer in model.layers], 16, h=0.1, gamma=0.3)
+    model.layers[0].o_proj.register_forward_hook(lambda m, args, out: lengths.append(out.norm(dim=-1)))
+    state, out = noise.state_dict(), model(x)
+    assert torch.allclose(*lengths, rtol=1e-5)
+    noise.load_state_dict(state)
+    assert torch.allclose(torch.compile(model, backend="aot_eager", fullgraph=True)(x), out, atol=1e-5)
+
+
+def test_noise_attach_leaves_padded_evaluation_alone():
+    # in evaluation nn.TransformerEncoder passes nested tensors from layer to layer
+    model, x = noise_encoder().eval(), noise_randn(2, 5, 16, dtype=torch.float32)
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with torch.no_grad():
+        plain = model(x, src_key_padding_mask=padding)
+        attach(model.layers, 16, h=0.1, gamma=0.3)
+        assert torch.allclose(model(x, src_key_padding_mask=padding), plain, atol=1e-6)
+        attach(model.layers, 16, h=0.1, gamma=0.3, keep_norm=False)
+        with pytest.raises(ValueError, match="enable_nested_tensor=False"):
+            model(x, src_key_padding_mask=padding)
+
+
+# ------------------------------------------------------------------------- noise_block.py: bad input, the demo
+
+@pytest.mark.parametrize("call, words", [
+    (lambda: TangentNoise(8, 0.1, -0.5), "gamma must be finite and at least 0, not -0.5"),
+    (lambda: TangentNoise(8, 0.1, math.nan), "gamma must be finite and at least 0, not nan"),
+    (lambda: TangentNoise(8, -0.1, 0.5), "h must be finite and at least 0, not -0.1"),
+    (lambda: TangentNoise(8, math.inf, 0.5), "h must be finite and at least 0, not inf"),
+    (lambda: TangentNoise(8, 0.1, 0.5, rank=0), "rank must be from 1 to dim = 8, not 0"),
+    (lambda: TangentNoise(8, 0.1, 0.5, rank=9), "rank must be from 1 to dim = 8, not 9"),
+    (lambda: nb.low_rank_symmetric(4, 5), "rank must be from 1 to dim = 4, not 5"),
+    (lambda: TangentNoise(1, 0.1, 0.5), "dim must be at least 2, not 1"),
+    (lambda: TangentNoise(8, 0.1, 0.5, common="sqrt"), "unknown common 'sqrt': one of h, sqrt_h, none"),
+    (lambda: TangentNoise(8, 0.1, 0.5, shared="token"), "unknown shared 'token': one of batch, sequence"),
+    (lambda: TangentNoise(8, 0.1, 0.5, drift="ito"), "unknown drift 'ito': one of euler, split"),
+    (lambda: TangentNoise(8, 0.1, 0.5)(torch.ones(3, 7)), "built for dim = 8, but the tokens have 7"),
+    (lambda: TangentNoise(8, 0.1, 0.5, name="layer 3")(torch.ones(3, 8) * math.nan), "layer 3: tokens are not finite"),
+    (lambda: IsotropicNoise(8, -1.0), "sigma must be finite and at least 0, not -1.0"),
+    (lambda: IsotropicNoise(8, 0.1, name="layer 2")(torch.ones(3, 8) * math.inf), "layer 2: tokens are not finite"),
+    (lambda: matched_sigma(8, 0.1, -1.0), "gamma must be finite and at least 0, not -1.0"),
+    (lambda: tangent_noise_step(torch.ones(3, 1), 0.1, 0.5), "dim must be at least 2, not 1"),
+    (lambda: tangent_noise_step(torch.ones(3, 8) * math.nan, 0.1, 0.5), "tokens are not finite"),
+    (lambda: tangent_noise_step(torch.ones(3, 8), 0.1, 0.5, common="x"), "unknown common 'x'"),
+])
+def test_noise_bad_input(call, words):
+    with pytest.raises(ValueError) as error:
+        call()
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_noise_attach_to_what_returns_no_tokens():
+    class Odd(nn.Module):
+        def forward(self, x):
+            return {"x": x}
+    odd = Odd()
+    attach(odd, 8, 0.1, 0.1)
+    with pytest.raises(ValueError, match="noise after Odd 0: got dict"):
+        odd(torch.ones(2, 8))
+
+
+def test_noise_failed_draw_does_not_advance():
+    noise = TangentNoise(8, 0.1, 0.5)
+    with pytest.raises(ValueError):
+        noise(torch.full((3, 8), math.nan))
+    assert noise.get_extra_state().tolist() == [0, 0]
+    assert TangentNoise(8, 0.1, 0.5, check=False)(torch.full((3, 8), math.nan)).isnan().all()
+
+
+def test_noise_verdict_rule():
+    depth = torch.linspace(0, 1, 9)[:, None]
+    seeds = 0.01 * noise_randn(1, 8, dtype=torch.float32)
+    rises, hill = depth * 0.5, (1 - (2 * depth - 1) ** 2) * 0.5
+    assert nb.judge(rises + seeds) == "rise, stays"
+    assert nb.judge(hill + seeds * hill) == "rise, then gone"
+    assert nb.judge(hill * 0.7 + depth * 0.15 + seeds * hill) == "rise, falls in part"
+    assert nb.judge(0.05 * hill + seeds * hill) == "no rise"  # too small
+    assert nb.judge(rises * torch.tensor([0.0] * 7 + [2.0])) == "no rise"  # one seed of eight: within 3 errors
+
+
+def test_noise_demo(tmp_path):
+    command = [sys.executable, str(NOISE_FILE), "--steps", "12", "--seeds", "4", "--tokens", "8", "--dim", "4", "--out",
+               str(tmp_path / "out"), "--gif", "--gamma", "0", "0.1"]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"},
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "out" / "noise.json").read_text())
+    assert 5000 < (tmp_path / "out" / "noise.png").stat().st_size < 150_000
+    assert (tmp_path / "out" / "noise.gif").read_bytes()[:3] == b"GIF"
+    assert len(record["runs"]) == 12 and len(record["verdicts"]) == 4 and record["depths"] == [0, 1, 2, 5, 10, 12]
+    for r in record["runs"]:
+        assert f"{r['gamma']:g}" in done.stdout and r["verdict"] in done.stdout
+        assert all(0 <= v <= 1 for key in ("antipodal", "aligned") for v in r[key]["mean"])
+    assert sum(r["own_A"] for r in record["runs"]) == 4
+    wrong = subprocess.run([*command, "-0.1"], cwd=tmp_path, capture_output=True, text=True)
+    assert wrong.returncode == 2 and "Traceback" not in wrong.stderr
+    assert wrong.stderr == "error: gamma must be finite and at least 0, not -0.1: 0 leaves out q\n"
+
+
+@pytest.mark.parametrize("change, words", [({"dim": 1}, "--dim must be at least 2"), ({"seeds": 1}, "--seeds must be"),
+                                           ({"steps": 0}, "--steps must be"), ({"h": math.nan}, "h must be finite")])
+def test_noise_demo_refuses(change, words, tmp_path):
+    args = types.SimpleNamespace(gamma=[0.0], h=0.05, beta=1.0, tokens=8, dim=4, steps=5, seeds=4, seed=0, gif=False,
+                                 out=str(tmp_path / "out"))
+    vars(args).update(change)
+    with pytest.raises(ValueError, match=words):
+        nb.demo(args)
+    assert not list(tmp_path.rglob("*.*"))
 
 
 # ----------------------------------------------------------------------------------------------------------- README

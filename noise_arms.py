@@ -151,7 +151,7 @@ def run_all(args, out, device, dtype, header, make_model, batch, evaluate, embed
         torch.manual_seed(seed)
         options = model_options(arm, args, seed, h, gamma)
         model = make_model(**options)
-        lr = harness.peak_lr(args, arm, 3e-3)
+        lr = harness.peak_lr(args, arm, None)
         if (folder / "row.json").exists():
             progress.advance(f"{name}: done before", args.steps)
             continue

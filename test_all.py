@@ -832,8 +832,8 @@ def test_resume_onto_something_else_is_refused(tmp_path, change):
     refusal = f"{key} = {header[key]!r}, this run has {value!r}"
     with pytest.raises(harness.UserError, match=refusal):
         small_run(tmp_path / "run", **{**header, **change})
-    for checkpoint in (tmp_path / "run").glob("checkpoint*"):  # without any, the result that is kept is as strict
-        checkpoint.unlink()
+    for path in (tmp_path / "run").glob("checkpoint*"):  # without any, the result that is kept is as strict
+        path.unlink()
     with pytest.raises(harness.UserError, match=refusal):
         small_run(tmp_path / "run", **{**header, **change})
 

@@ -25,10 +25,8 @@ Source: the note "Consensus-Safe RoPE Residual Attention", section 4.
     $ python train_charlm.py --eta 0.5 1 2    # those values alone; --no-control: what the control prevents
     $ python train_charlm.py --quick          # half a minute, to see that all of it works
 """
-import argparse
 import copy
 import math
-import pathlib
 import sys
 
 import torch

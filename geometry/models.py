@@ -29,7 +29,6 @@ weights are dequantised once into that cache (0.5 and 1.1 GB). `gpt2`, a hub nam
 Qwen3, Mistral, Gemma or GPT-2 shaped; safetensors or GGUF) load through transformers: see requirements-models.txt.
     python geometry/models.py --model smollm2      loads it, checks it and prints what it is
 """
-import argparse
 import dataclasses
 import hashlib
 import json

@@ -458,6 +458,15 @@ def read_json(path):
     return json.loads(pathlib.Path(path).read_text())
 
 
+def spread(rows, key):
+    """Mean and standard deviation over the seeds of what is finite; (None, None) without a value."""
+    values = [row[key] for row in rows if row.get(key) is not None]
+    if not values:
+        return None, None
+    mean = sum(values) / len(values)
+    return mean, math.sqrt(sum((v - mean) ** 2 for v in values) / max(1, len(values) - 1))
+
+
 # Student's t, two-sided 95%, by degrees of freedom
 T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 

@@ -190,15 +190,6 @@ def run_all(args, out, device, dtype, header, make_model, batch, evaluate, embed
     return [harness.read_json(path) for path in paths if path.exists()], not left
 
 
-def spread(rows, key):
-    """Mean and standard deviation over the seeds of what is finite; (None, None) without a value."""
-    values = [row[key] for row in rows if row.get(key) is not None]
-    if not values:
-        return None, None
-    mean = sum(values) / len(values)
-    return mean, math.sqrt(sum((v - mean) ** 2 for v in values) / max(1, len(values) - 1))
-
-
 def hypothesis(rows, metric, unit_):
     """The note's claim, tangent against isotropic at the same budget, paired by seed: "reduced representation degeneracy and
     either improved validation performance or more stable loss curves". Its three parts, and the whole: it holds if the
@@ -246,7 +237,7 @@ def experiment(args, device, dtype, name, columns, metric, unit_, header, **part
     for (arm, h, gamma), group in groups.items():
         line = {"arm": arm, "h": h, "gamma": gamma, "n": sum(not row["diverged"] for row in group)}
         for key in (*columns, *extra):
-            line[key], line[key + "_sd"] = spread(group, key)
+            line[key], line[key + "_sd"] = harness.spread(group, key)
         table.append(line)
     shown = {"arm": ("arm", ""), "h": ("h", ".3g"), "gamma": ("gamma", "g"), "n": ("seeds", "d")}
     for key, (heading, spec) in columns.items():

@@ -887,6 +887,14 @@ def test_one_run_in_one_folder(tmp_path):
 
 # ------------------------------------------------------------------------------------------------ train_charlm.py
 
+def test_rope_consensus_demo(tmp_path, capsys):
+    run_main(rc.main, "--quick", "--out", tmp_path)
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert abs(found["toy"][0]["rel_error"]) < 0.01 and found["toy"][1]["causal"]
+    assert all(row["worst_factor"] <= row["bound"] for row in found["contraction"])
+    assert "1-e^(-2 beta)" in capsys.readouterr().out and (tmp_path / "threshold.png").stat().st_size < 150_000
+
+
 def test_charlm_compare_end_to_end(tmp_path, capsys):
     run_main(train_charlm.main, "--quick", "--dataset", "pydoc", "--arms", *ARMS, "--dtype", "bfloat16", "--seeds", "3",
              "--steps", "6", "--prompt", "def", "--out", tmp_path / "out")

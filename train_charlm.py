@@ -243,8 +243,11 @@ def compare(args, data, out, device, dtype):
             text = sample(model, data.vocabulary, args.prompt, args.sample, seq, args.temperature, seed, device)
             samples.append({"arm": arm, "seq": seq, "text": text})
     progress.close()
-    verdicts = []
+    means, verdicts = [], []
     for seq in args.seq:
+        for arm in args.arms:
+            mean, deviation = harness.spread([r for r in rows if r["arm"] == arm and r["seq"] == seq], "val_loss")
+            means.append({"arm": arm, "seq": seq, "val_loss": mean, "val_loss_sd": deviation, "seeds": args.seeds})
         loss = {arm: [r["val_loss"] for r in rows if r["arm"] == arm and r["seq"] == seq] for arm in args.arms}
         for arm in args.arms[1:]:
             verdicts.append(harness.paired_verdict(f"{arm} ends below {args.arms[0]}, seq {seq}, nats per character",
@@ -276,7 +279,7 @@ def compare(args, data, out, device, dtype):
     left.legend(), right.legend()
     with harness.writing(out):
         figure.savefig(out / "compare.png", dpi=110)
-    return {"runs": rows, "samples": samples, "verdicts": verdicts}
+    return {"runs": rows, "means": means, "samples": samples, "verdicts": verdicts}
 
 
 def boundary(rows, criterion, layers):

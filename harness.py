@@ -449,7 +449,8 @@ def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device
     result = {"header": header, "diverged": diverged is not None, "diverged_at": diverged, "steps": steps,
               "train_loss_first": rows[0]["loss"], "train_loss_last": rows[-1]["loss"],
               "grad_norms": [row["grad_norm"] for row in rows], "evaluations": evaluations}
-    write_json(folder / "timing.json", {"steps": steps - begin, "seconds_per_step": seconds / max(1, steps - begin)})
+    if begin < steps:  # else the run was stopped between its last checkpoint and this line: its time is not known
+        write_json(folder / "timing.json", {"steps": steps - begin, "seconds_per_step": seconds / (steps - begin)})
     write_json(result_path, result)
     return finite(result)
 

@@ -14,6 +14,7 @@ import os
 import pathlib
 import random
 import re
+import shutil
 import signal
 import struct
 import subprocess
@@ -744,6 +745,13 @@ def killed_and_resumed(folder, moments, unbroken):
 def test_killed_runs_resume_bit_equal(tmp_path, unbroken):
     rng = random.Random(1)
     killed_and_resumed(tmp_path, [unbroken[1] * rng.uniform(0.5, 1) for _ in range(3)], unbroken)
+
+
+def test_killed_after_the_last_checkpoint(tmp_path, unbroken):
+    shutil.copytree(unbroken[0], tmp_path / "out")
+    for name in ("summary.json", *(f"consensus-qkv-seq32-seed1/{f}.json" for f in ("result", "timing"))):
+        (tmp_path / "out" / name).unlink()
+    killed_and_resumed(tmp_path, [], unbroken)
 
 
 @pytest.mark.slow

@@ -498,8 +498,7 @@ def table(rows, columns):
 
 
 def figure_axes(columns, height=3.4):
-    """A matplotlib figure and its axes, on the Agg backend, in black and white."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    return plt.subplots(1, columns, figsize=(4.2 * columns, height), layout="constrained")
+    """A matplotlib figure and its axes; figure.savefig draws it without a display."""
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(4.2 * columns, height), layout="constrained")
+    return figure, figure.subplots(1, columns)

@@ -478,10 +478,9 @@ def main():
     with open(args.out / "results.json", "w") as file:
         json.dump(dict(command="python rope_consensus.py", toy=toy, contraction=rows), file, indent=1)
 
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6))
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
     left.plot([2, 3], [2, 3], "k-", lw=1, label="theory: measured = eta_c")
     for causal, marker, label in ((False, "o", "no mask"), (True, "x", "causal, 2000 steps")):
         points = [t for t in toy if t["causal"] == causal and not (causal and t["steps"] < 2000)]
@@ -494,7 +493,6 @@ def main():
         right.plot([(1 - math.exp(-2 * beta)) ** t for t in range(len(worst))], color="0.6", ls=style, label="bound")
     right.set(xlabel="averaging steps t", ylabel="diam(x_t) / diam(x_0)", yscale="log", ylim=(1e-4, 1.5))
     right.legend(fontsize=7, ncol=2)
-    figure.tight_layout()
     figure.savefig(args.out / "threshold.png", dpi=110)
     print(f"\nwrote {args.out / 'results.json'} and {args.out / 'threshold.png'}")
 

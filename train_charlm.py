@@ -361,7 +361,7 @@ def sweep(args, data, out, device, dtype):
     ratio = [row.get("eta_over_eta_c") for row in rows]
     for axis, key, label in zip(axes, ("val_loss", "diameter_last", "local_multiplier"),
                                 ("validation loss (nats per character)", "D after the last layer (radians)",
-                                 "multiplier per attention update at consensus")):
+                                 "multiplier at consensus")):
         axis.plot(ratio, [row.get(key) for row in rows], "ko-", mfc="none", label=arm)
         axis.axvline(1, color="0.6", ls=":", label="eta_c")
         axis.set(xlabel="eta / eta_c", ylabel=label)
@@ -369,7 +369,7 @@ def sweep(args, data, out, device, dtype):
             axis.axhline(standard[key], color="k", ls="--", lw=1, label="standard")
     axes[2].axhline(1, color="0.6", lw=1)
     theory = [0.02 * k for k in range(int(50 * max([r for r in ratio if r] or [1])) + 2)]
-    axes[2].plot(theory, [max(abs(1 - 2 * t), 0) for t in theory], color="0.6", label="theory |1 - eta lambda_max|")
+    axes[2].plot(theory, [max(abs(1 - 2 * t), 0) for t in theory], color="0.6", label="fastest mode: |1 - eta lambda_max|")
     for axis in axes:
         axis.legend(fontsize=7)
     with harness.writing(out):

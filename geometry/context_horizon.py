@@ -20,8 +20,8 @@ then the cliff is where the text ends: tried with P = 16, 32, 64, 128. Two inter
 cause: scale all logits but hold c₀ at its unscaled value, and remove the first token from attention at full scale
 (control: remove another). Perplexities at all N come from one causal pass. The paper's threshold PPL < 500 is V^0.52
 for its vocabulary of 151,936; here V^0.52. d_h is read from the weights: hidden size / heads, as the paper's Table 10
-has it, is not d_h for Qwen3 and Gemma 3, whose query and key norms also make |W_Q||W_K| no measure of the logits: Eq. 47
-is evaluated there as printed.
+has it, is not d_h for Qwen3 and Gemma 3. Their query and key norms also make |W_Q||W_K| no measure of the logits:
+Eq. 47 is evaluated there as printed.
 Source: the paper's Section VI.5, Tables 10 and 11, Eq. 47.
 
     python geometry/context_horizon.py                    # micro: 10 seconds on two CPU cores, once it is trained

@@ -20,7 +20,7 @@ Protocol as printed: the norm alone, 5 layers, 30 eps from 1e-2 to 1e-15, 10 dir
 full SVD. Controls that know nothing of the theory: random gains, eps outside the root, the same norm at the tokens'
 own length, float32.
 
-    python geometry/mollifier.py                    micro: 20 s on two CPU cores (and once a minute to train it)
+    python geometry/mollifier.py                    micro: 10 seconds on two CPU cores (and once a minute to train it)
     python geometry/mollifier.py --model smollm2    4 minutes on two CPU cores, nearly all of it SVD
 Expect slope -0.5000 for the model and for random gains alike, C = max|g|/sqrt(d) to 1e-8, and a perplexity that does
 not notice eps anywhere from 1e-15 up to its set value and beyond.

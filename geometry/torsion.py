@@ -21,8 +21,8 @@ float64 throughout. The paper takes each Jacobian at one token: DT then misses t
 the bracket alone, and the same network with the entries of every weight matrix shuffled, which keeps sizes and forgets
 training.
 
-    python geometry/torsion.py                    micro: half a minute on two CPU cores (and once a minute to train it)
-    python geometry/torsion.py --model smollm2    6 minutes on two CPU cores
+    python geometry/torsion.py                    micro: 10 seconds on two CPU cores (and once a minute to train it)
+    python geometry/torsion.py --model smollm2    1.5 minutes on two CPU cores
 Expect delta/a^2 to meet B to 1e-4 or better at a = 1e-5 in every layer, trained or shuffled (it is algebra).
 """
 import dataclasses

@@ -191,10 +191,11 @@ def gpt2_encoding():
                                  mergeable_ranks={bytes([byte]): byte for byte in range(256)})
 
 
-def token_data(text, encoding, seq):
+def token_data(text, encoding, seq, blocks=None):
     """Token ids of load_wikitext's parts over the union of the tokens that occur: .train, .valid (1-D int32), .vocab.
 
-    .words, .valid_bytes: of the evaluation text, whitespace-separated words and line ends, for perplexity per word.
+    .valid is cut to the `blocks` blocks of seq tokens that are evaluated, and one more token; .scored, .words, .bytes count
+    what is scored in it, all tokens but the first: tokens, words (split at white space) and line ends, bytes.
     """
     ids = [np.array(encoding.encode(part, disallowed_special=()), dtype=np.int64) for part in (text.train, text.valid)]
     for name, part in zip(("training", "evaluation"), ids):
@@ -203,9 +204,10 @@ def token_data(text, encoding, seq):
                             "--seq or more text")
     vocabulary, dense = np.unique(np.concatenate(ids), return_inverse=True)
     dense = torch.from_numpy(dense.astype(np.int32))
-    return types.SimpleNamespace(train=dense[:len(ids[0])], valid=dense[len(ids[0]):], vocab=len(vocabulary),
-                                 words=len(text.valid.split()) + text.valid.count("\n"),
-                                 valid_bytes=len(text.valid.encode()))
+    kept = seq * min(blocks or len(ids[1]), (len(ids[1]) - 1) // seq) + 1
+    scored = encoding.decode_bytes(ids[1][1:kept].tolist())
+    return types.SimpleNamespace(train=dense[:len(ids[0])], valid=dense[len(ids[0]):][:kept], vocab=len(vocabulary),
+                                 scored=kept - 1, words=len(scored.split()) + scored.count(b"\n"), bytes=len(scored))
 
 
 CIFAR = ("cifar-10-binary.tar.gz", "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz", "md5",

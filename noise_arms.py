@@ -267,7 +267,7 @@ def draw(out, rows, table, label, metric):
         if line[metric] is not None:
             axes[2].errorbar([i], [line[metric]], yerr=[line[metric + "_sd"]], fmt="ko", mfc="none", capsize=3)
     axes[2].set_xticks(range(len(table)), [line["arm"] if len(table) < 9 else "" for line in table], rotation=60, fontsize=7)
-    axes[2].set(ylabel=f"{label}, mean and standard deviation over seeds")
+    axes[2].set(ylabel=f"{label} (mean and s.d. over seeds)")
     axes[0].legend(fontsize=7)
     with harness.writing(out):
         figure.savefig(out / f"{metric}.png", dpi=110)

@@ -1157,8 +1157,12 @@ def test_tokens_over_the_union_and_special_text(monkeypatch, tmp_path):
     found = data.token_data(text, encoding, 8)
     occurring = sorted(set((text.train + text.valid).encode()))
     assert found.vocab == len(occurring)
-    assert bytes(occurring[i] for i in found.valid.tolist()).decode() == text.valid  # round trip
-    assert found.words == 20 * 2 + 20 and found.valid_bytes == len(text.valid)
+    scored = len(found.valid) - 1
+    assert scored % 8 == 0 and len(text.valid) - 8 <= scored + 1 <= len(text.valid)
+    assert bytes(occurring[i] for i in found.valid.tolist()).decode() == text.valid[:scored + 1]  # round trip
+    assert found.scored == found.bytes == scored
+    few = data.token_data(text, encoding, 19, blocks=1)  # "ba x<|endoftext|>y\n" and one more: 19 scored without the "b"
+    assert few.scored == 19 and few.words == len("a x<|endoftext|>y b".split()) + 1
     with pytest.raises(harness.UserError, match="needs 1001"):
         data.token_data(text, encoding, 1000)
 

@@ -3,10 +3,10 @@ WikiText-2, 6 layers: tangent Brownian noise against residual dropout, isotropic
 
     arms, budget          noise_arms.py
     perplexity per token  exp(nats per token)                    with the context it was taken at
-    perplexity per word   exp(nats of the whole text / words)    words: split at white space, and line ends
-    bits per byte         nats of the whole text / bytes / ln 2  comparable between tokenisers
+    perplexity per word   exp(nats of the scored text / words)    words: split at white space, and line ends
+    bits per byte         nats of the scored text / bytes / ln 2  comparable between tokenisers
 
-The softmax runs over the union of the tokens that occur in the two parts, not over all 50,257 of gpt2: perplexities are
+Scored are the first 400 blocks of the evaluation text. The softmax runs over the union of the tokens that occur in the two parts, not over all 50,257 of gpt2: perplexities are
 comparable within this file, bits per byte nearly so elsewhere.
 
 Source: the note "Tangent Brownian symmetry breaking", section 4.
@@ -27,6 +27,7 @@ import noise_arms
 from data import gpt2_encoding, load_wikitext, token_data, windows
 from model import Transformer
 
+BLOCKS = 400  # of the evaluation text: all of it would take longer than the training
 COLUMNS = {"val_loss": ("nats/token", ".4f"), "ppl_token": ("ppl/token", ".1f"), "ppl_word": ("ppl/word", ".1f"),
            "bits_per_byte": ("bits/byte", ".4f")}
 
@@ -51,8 +52,8 @@ def main():
     print(line)
     text = load_wikitext(args.data_dir)
     encoding = gpt2_encoding()
-    data = token_data(text, encoding, args.seq)
-    print(f"data: {text.name}; {encoding.name} tokens, {len(data.train)} to train on, {len(data.valid)} to evaluate, "
+    data = token_data(text, encoding, args.seq, BLOCKS)
+    print(f"data: {text.name}; {encoding.name} tokens, {len(data.train)} to train on, {data.scored} to evaluate, "
           f"{data.vocab} different (the softmax is over these); context {args.seq}")
 
     def make_model(**options):
@@ -72,7 +73,7 @@ def main():
 
     def final(model):
         with torch.no_grad():
-            nats = loss_of(model, 400)  # the first 400 blocks: the whole text takes longer than the training
+            nats = loss_of(model, BLOCKS)
         targets = held_out[1]
 
         def evaluate(x):
@@ -84,8 +85,8 @@ def main():
         moved = metrics.perturbation_robustness(evaluate, x, [s * size for s in (0.1, 0.3, 1.0)],
                                                 [s * size for s in (0.03, 0.1)])
         return {"val_loss": nats, "ppl_token": math.exp(nats), "context": args.seq,
-                "ppl_word": math.exp(nats * len(data.valid) / data.words),
-                "bits_per_byte": metrics.bits_per_byte(nats, len(data.valid), data.valid_bytes),
+                "ppl_word": math.exp(nats * data.scored / data.words),
+                "bits_per_byte": metrics.bits_per_byte(nats, data.scored, data.bytes),
                 "noise_0.1": moved["noise"][0.1 * size]["loss"], "noise_0.3": moved["noise"][0.3 * size]["loss"],
                 "noise_1.0": moved["noise"][1.0 * size]["loss"], "sign_0.03": moved["sign"][0.03 * size]["loss"],
                 "sign_0.1": moved["sign"][0.1 * size]["loss"]}

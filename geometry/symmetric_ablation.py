@@ -24,8 +24,8 @@ Source: paper Sec. VI.3, Lemma 12, Eqs. 52 and 53, Tables 7 and 8. Protocol as p
 tokens (or the model's context, if shorter) for the trained and the tied network; spectra at layers 0, L/4, L/2, 3L/4,
 L - 2. The other arms use 3 sequences of 256 tokens; the table shows the two main arms there as well.
 
-    python geometry/symmetric_ablation.py                    micro: 10 seconds on two CPU cores (and once a minute to train it)
-    python geometry/symmetric_ablation.py --model smollm2    8 minutes on two CPU cores
+    python geometry/symmetric_ablation.py                   micro: 10 seconds on two CPU cores, once trained (a minute)
+    python geometry/symmetric_ablation.py --model smollm2   8 minutes on two CPU cores
 """
 import dataclasses
 import math

@@ -1122,6 +1122,7 @@ def test_cifar_reader_patches_and_augmentation(small_data):
 
 
 def test_wikitext_end_to_end(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("NANOSPHERE_DATA", raising=False)  # neither data nor network: the fallback
     monkeypatch.setattr(data, "CACHE", tmp_path / "cache")
     monkeypatch.setattr(data, "download", lambda url, *_, **__: (_ for _ in ()).throw(harness.UserError("no network")))
     run_main(train_wikitext.main, "--quick", "--steps", "3", "--out", tmp_path / "out", "--arms", "prenorm", "tangent")

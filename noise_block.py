@@ -51,7 +51,7 @@ def polar(x, eps=1e-8):
     A zero token has direction zero and gradient zero: ||x|| has no derivative there, and 1/eps overflows float16."""
     x = wide(x)
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x / torch.where(length > 0, length + eps, torch.inf), length
+    return x * (1 / torch.where(length > 0, length + eps, torch.inf)), length
 
 
 def unit(x, eps=1e-8):
@@ -114,20 +114,22 @@ def step_sizes(h, gamma, common="h"):
     return sizes[common], gamma * math.sqrt(h)
 
 
-def shared_product(A, x, signed=False):
-    """A x_i for every token of x (..., n, d); A (..., d, d), or (U, V), which never forms a d x d matrix."""
+def shared_product(A, x, a=1.0, signed=False):
+    """a A x_i for every token of x (..., n, d); A (..., d, d), or (U, V), which never forms a d x d matrix."""
     if isinstance(A, (tuple, list)):
         U, V = A
-        y = (x @ torch.cat((U, V), -1)) @ torch.cat((U, -V if signed else V), -1).mT
+        y = (x @ torch.cat((U, V), -1)) @ (a * torch.cat((U, -V if signed else V), -1)).mT
     else:
-        y = x @ A.mT
+        y = x @ (a * A).mT
     return y.to(x.dtype)  # autocast multiplies in 16 bits; what follows is in float32
 
 
 def move(x, h, a, g, A, z, drift=None, signed=False, eps=1e-8):
-    """One step with A and z given (A None where a = 0). One projection does both: a p + g q = P_x(a A x + g z)."""
-    w = g * z if A is None else a * shared_product(A, x, signed) + g * z
-    y = x + tangent(x, w)
+    """One step with A and z given (A None where a = 0), in few passes over the tokens: these cost more than the sums."""
+    # a p + g q = P_x w with one projection for both,  w = a A x + g z
+    w = g * z if A is None else torch.add(shared_product(A, x, a, signed), z, alpha=g)
+    # y = x + P_x w = w + (1 - x^T w) x
+    y = torch.addcmul(w, x, 1 - (x * w).sum(-1, keepdim=True))
     return unit(y if drift is None else y + h * drift, eps)
 
 

@@ -25,7 +25,7 @@ Eq. 47 is evaluated there as printed.
 Source: the paper's Section VI.5, Tables 10 and 11, Eq. 47.
 
     python geometry/context_horizon.py                    # micro: 10 seconds on two CPU cores, once it is trained
-    python geometry/context_horizon.py --model smollm2    # 8 minutes on two CPU cores
+    python geometry/context_horizon.py --model smollm2    # 7 minutes on two CPU cores
 """
 import math
 
@@ -365,7 +365,7 @@ def main():
             ax[0].loglog(lengths, np.exp(v), color="0.7", lw=3, zorder=0,
                          label="mixing, no transition" if p == prefixes[0] else None)
         ax[0].axhline(size, color="0.4", ls="--", lw=0.8)
-        ax[0].set(xlabel="length N, tokens", ylabel="perplexity", title="the cliff moves with the text")
+        ax[0].set(xlabel="length N, tokens", ylabel="perplexity", title="perplexity by length")
         for a, style in zip((1.0, 0.6, 0.3, 0.1), ("ko-", "ks--", "k^:", "kv-.")):
             if a in sweep[main_input]:
                 ax[1].loglog(lengths, sweep[main_input][a]["sink_last"], style, ms=4, mfc="white", label=f"alpha {a}")
@@ -373,12 +373,12 @@ def main():
         ax[1].set(xlabel="length N, tokens", ylabel="sink mass, last query", title="attention sink")
         ax[2].plot(alphas, falls, "ko-", mfc="white", label="model")
         ax[2].plot(alphas, null_sink, "ks--", mfc="white", label="random logits")
-        ax[2].set(xlabel="alpha", ylabel=f"sink mass at N = {n}", title="evaporation is algebra")
+        ax[2].set(xlabel="alpha", ylabel=f"sink mass at N = {n}", title="sink mass by logit scale")
         a = [r["alpha"] for r in rescue]
         ax[3].plot(a, [r["scaled"] for r in rescue], "ko-", mfc="white", label="sink let go")
         ax[3].plot(a, [r["held"] for r in rescue], "ks--", mfc="white", label="sink held")
         ax[3].axhline(removed[0], color="0.6", ls=":", label="sink removed, alpha 1")
-        ax[3].set(xlabel="alpha", ylabel="rise of ln PPL on text", title="is the sink the cause?")
+        ax[3].set(xlabel="alpha", ylabel="rise of ln PPL on text", title="sink let go, held, removed")
         for x in ax:
             x.legend(fontsize=6)
         fig.savefig(path, dpi=95)

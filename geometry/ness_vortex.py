@@ -25,7 +25,7 @@ A norm is positive whether or not its population value is zero, so t of "mean no
 Source: the paper's Section VI.6. Ours is shorter: its 50,000 steps with 5,001 snapshots are --steps here, and the
 sandbox has d = 12, not 64, so that G can have full rank (the paper's, 16,384 wide from 512 gradients, has at most 511).
 
-    python geometry/ness_vortex.py            # about 2.5 minutes on two CPU cores, micro trained before
+    python geometry/ness_vortex.py            # about 3 minutes on two CPU cores, once micro is trained
     python geometry/ness_vortex.py --quick    # seconds
 """
 import math
@@ -603,19 +603,21 @@ def main():
             curve = curve / np.abs(curve).max(0)
             ax[0].plot(*curve.T, style, lw=1, label=label)
             ax[1].plot(np.linspace(0, 1, len(curve) - 1), np.abs(increments(curve).cumsum()), style, label=label)
-        ax[0].set(xlabel="PC1 (scaled)", ylabel="PC2 (scaled)", title="the vortex, and a random walk's")
-        ax[1].set(xlabel="fraction of the run", ylabel="|circulation| (scaled)", title="both grow without a break")
+        ax[0].set(xlabel="PC1 (scaled)", ylabel="PC2 (scaled)", title="path on its own components")
+        ax[1].set(xlabel="fraction of the run", ylabel="|circulation| (scaled)", title="accumulated circulation")
         for (name, v), style in zip(study.items(), ("ko-", "ks--", "k^:")):
             ax[2].loglog(list(v["sizes"]), [np.mean(s["same_batch"]) for s in v["sizes"].values()], style, mfc="white",
                          label=name)
         n = np.array(list(real["sizes"]), float)
         ax[2].loglog(n, np.mean(own["sizes"][size]["same_batch"]) * (n / n[0]) ** -0.5, color="0.6", lw=3, zorder=0,
                      label="samples$^{-1/2}$")
-        ax[2].set(xlabel="samples", ylabel="normalised |[G, H]|", title="the norm is sampling error")
+        ax[2].set(xlabel="samples", ylabel="normalised |[G, H]|", title="commutator by sample size")
+        ax[2].set_xticks(n, [f"{v:.0f}" for v in n])
+        ax[2].minorticks_off()
         ax[3].errorbar([0, 1], [v[0] for v in slope.values()], [2 * v[1] for v in slope.values()], fmt="ko", capsize=4)
         ax[3].axhline(1, color="0.6", ls="--"), ax[3].axhline(0, color="0.6", ls=":")
         ax[3].set(xticks=[0, 1], xticklabels=list(slope), xlim=(-0.5, 1.5), ylabel="measured / theory (2 se)",
-                  title="circulation predicted by [G, H]")
+                  title="SGD's circulation")
         for a in ax[:3]:
             a.legend(fontsize=7)
         fig.savefig(path, dpi=100)

@@ -205,7 +205,7 @@ def main():
         left.axhline(floor, color="0.6", lw=1, ls="--")
         left.text(2, floor * 1.04, f"limit {floor:.3f}", fontsize=8)
         left.set(xlabel="rotation planes k", ylabel="largest sim(N)", ylim=(0.02, 1.2),
-                 title="the law against its limit")
+                 title="peaks by k")
         left.legend(fontsize=6, ncol=2, loc="lower left")
         for name, style in (("independent phases", "ks--"), ("random frequencies", "k^:")):
             right.loglog(ALL_K, list(nulls[name]["mean_peaks"].values()), style, ms=4, mfc="white",

@@ -125,7 +125,7 @@ def shared_product(A, x, a=1.0, signed=False):
 
 
 def move(x, h, a, g, A, z, drift=None, signed=False, eps=1e-8):
-    """One step with A and z given (A None where a = 0), in few passes over the tokens: these cost more than the sums."""
+    """One step with A and z given (A None where a = 0), in few passes over the tokens: they cost the time."""
     # a p + g q = P_x w with one projection for both,  w = a A x + g z
     w = g * z if A is None else torch.add(shared_product(A, x, a, signed), z, alpha=g)
     # y = x + P_x w = w + (1 - x^T w) x

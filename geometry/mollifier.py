@@ -21,7 +21,7 @@ full SVD. Controls that know nothing of the theory: random gains, eps outside th
 own length, float32.
 
     python geometry/mollifier.py                    micro: 10 seconds on two CPU cores (and once a minute to train it)
-    python geometry/mollifier.py --model smollm2    4 minutes on two CPU cores, nearly all of it SVD
+    python geometry/mollifier.py --model smollm2    2 minutes on two CPU cores, nearly all of it SVD
 Expect slope -0.5000 for the model and for random gains alike, C = max|g|/sqrt(d) to 1e-8, and a perplexity that does
 not notice eps anywhere from 1e-15 up to its set value and beyond.
 """

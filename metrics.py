@@ -114,6 +114,21 @@ def cluster_count(x, threshold=0.9, **options):
     return torch.where(reached.any(-1), reached.int().argmax(-1) + 1, x.shape[-2]), curve
 
 
+def by_layer(states):
+    """What is followed through depth, lists of one float a layer: {"diameter_by_layer" (radians), "entropy_by_layer" (nats),
+    "antipolar_by_layer", "clusters_by_layer"}, means over the sequences.
+
+    states: a list of (B, n, d), rows of any length. k-means costs most: clusters are counted in the first two sequences,
+    among at most 64 tokens, evenly spread.
+    """
+    states = [torch.nn.functional.normalize(x.float(), dim=-1) for x in states]
+    few = torch.stack([x[:2, ::-(-x.shape[1] // 64)] for x in states])  # (layers, 2, <= 64, d)
+    return {"diameter_by_layer": [angular_diameter(x).mean().item() for x in states],
+            "entropy_by_layer": [cosine_entropy(x).mean().item() for x in states],
+            "antipolar_by_layer": [antipolar_fraction(x).mean().item() for x in states],
+            "clusters_by_layer": cluster_count(few, restarts=2, iters=20)[0].float().mean(-1).tolist()}
+
+
 def dobrushin(A):
     """Dobrushin's ergodic coefficient, max_ij (1/2) sum_k |A_ik - A_jk|, in [0, 1]. (..., n, n) -> (...).
 
@@ -160,6 +175,13 @@ def perturbation_robustness(evaluate, x, noise=(), sign=(), generator=None):
 def bits_per_byte(nats_per_token, tokens, n_bytes):
     """Cross entropy in bits per byte of the text that the tokens stand for: comparable between tokenisers."""
     return nats_per_token * tokens / n_bytes / math.log(2)
+
+
+def transformer_flops(weights, tokens, context, dim, layers):
+    """Floating-point operations of a training step by the usual formula (Kaplan et al., arXiv 2001.08361): 6 for each matrix
+    entry and token (2 forward, 4 backward), and 12 T d for each token and layer in attention, T = context. count_flops
+    counts the same as it runs."""
+    return tokens * (6 * weights + 12 * layers * context * dim)
 
 
 def count_flops(step):

@@ -151,13 +151,19 @@ class Transformer(nn.Module):
         return self.norm(x)
 
     @torch.no_grad()
-    def states(self, idx):
-        """The state before every layer, and after the last: L + 1 tensors (B, T, d)."""
-        x, tables = self.start(self.embed(idx))
+    def states(self, x):
+        """Embedded tokens (B, T, d) -> the state before every layer, and after the last: L + 1 tensors (B, T, d)."""
+        x, tables = self.start(x)
         states = [x]
         for block in self.stack():
             states.append(block(states[-1], tables))
         return states
+
+    def score(self, x, targets):
+        """Embedded tokens (B, T, d), targets (B, T) -> mean cross entropy in nats, share of right predictions."""
+        logits = self.head(self.read(x)).float()
+        return (F.cross_entropy(logits.flatten(0, 1), targets.flatten()),
+                (logits.argmax(-1) == targets).float().mean())
 
     @torch.no_grad()
     def control(self, idx, act=True):

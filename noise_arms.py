@@ -48,6 +48,8 @@ def add_options(parser):
     parser.add_argument("--common", choices=("h", "sqrt_h"), default="h", help="the shared part's step a: h is the note's, "
                         "sqrt_h the diffusion limit (default: %(default)s)")
     parser.add_argument("--dropout", type=at_least_0, default=0.1, help="of the dropout arm (default: %(default)s)")
+    parser.add_argument("--equal", choices=("steps", "flops"), default="steps", help="what the arms have the same of; with "
+                        "flops an arm whose step costs more gets fewer (default: %(default)s)")
     parser.add_argument("--sweep", action="store_true", help=f"tangent and isotropic at gamma in {GAMMAS} and h in 1/L, "
                         "1/sqrt(2L), 0.03, 0.01, beside the arms without noise; finished points are kept")
     parser.add_argument("--shard", metavar="i/N", help="do only each N-th run, from the i-th on (0 <= i < N)")
@@ -121,19 +123,23 @@ def measured_budget(model, x):
     return sum(found) / len(found)
 
 
-@torch.no_grad()
-def representation(model, embedded):
-    """By layer, mean over the sequences: cosine entropy, share of antipodal pairs; clusters in the last layer."""
-    model.eval()
-    x, tables = model.start(embedded)
-    states = [unit(x)]
-    for block in model.stack():
-        x = block(x, tables)
-        states.append(unit(x))
-    states = [x.float() for x in states]
-    return {"entropy_by_layer": [metrics.cosine_entropy(x).mean().item() for x in states],
-            "antipolar_by_layer": [metrics.antipolar_fraction(x).mean().item() for x in states],
-            "clusters_last": metrics.cluster_count(states[-1][:2], restarts=2, iters=20)[0].float().mean().item()}
+def formula_flops(model, args, arm, batch, context):
+    """metrics.transformer_flops, and of the noise a token and layer: A x and its derivative in x, each 2 d^2, or 8 d r."""
+    weights = sum(layer.weight.numel() for layer in model.modules() if isinstance(layer, torch.nn.Linear))
+    product = 4 * args.dim ** 2 if args.rank == 0 else 16 * args.dim * args.rank
+    noise = args.layers * product if arm in ("tangent", "shared") else 0
+    return metrics.transformer_flops(weights, batch * context, context, args.dim, args.layers) + batch * context * noise
+
+
+def embedding_robustness(model, ids, targets):
+    """Rise of the loss, nats, under noise on the embedded tokens and under one signed-gradient step, sizes over their RMS."""
+    x = model.embed(ids).detach()
+    size = x.square().mean().sqrt().item()
+    noise, sign = (0.1, 0.3, 1.0), (0.03, 0.1)
+    moved = metrics.perturbation_robustness(lambda z: model.score(z, targets), x, [s * size for s in noise],
+                                            [s * size for s in sign])
+    return ({f"noise_{s}": moved["noise"][s * size]["loss"] for s in noise} |
+            {f"sign_{s}": moved["sign"][s * size]["loss"] for s in sign})
 
 
 def run_all(args, out, device, dtype, header, make_model, batch, evaluate, embed, final):
@@ -144,41 +150,48 @@ def run_all(args, out, device, dtype, header, make_model, batch, evaluate, embed
     """
     todo = points(args)
     mine = todo[args.part::args.parts]
-    progress = harness.Progress(args.steps * len(mine))
+    inputs, targets = batch(0, args.seed)
+    flops = {}  # counted and by the formula, per step, on a model that is not trained
+    for arm in dict.fromkeys(arm for arm, *_ in todo):
+        model = make_model(**model_options(arm, args, args.seed, args.h, args.gamma)).to(device)
+        counted = metrics.count_flops(lambda: model(inputs, targets)[1].backward())
+        flops[arm] = dict(flops_per_step=counted, flops_formula=formula_flops(model, args, arm, *inputs.shape[:2]))
+    # equal FLOPs: an arm that costs more gets fewer steps
+    least = min(each["flops_per_step"] for each in flops.values())
+    steps = {arm: args.steps if args.equal == "steps" else round(args.steps * least / each["flops_per_step"])
+             for arm, each in flops.items()}
+    progress = harness.Progress(sum(steps[arm] for arm, *_ in mine))
     for arm, h, gamma, seed in mine:
         name = name_of(arm, h, gamma, seed)
         folder = out / name
-        torch.manual_seed(seed)
-        options = model_options(arm, args, seed, h, gamma)
-        model = make_model(**options)
-        lr = harness.peak_lr(args, arm, None)
         if (folder / "row.json").exists():
-            progress.advance(f"{name}: done before", args.steps)
+            progress.advance(f"{name}: done before", steps[arm])
             continue
+        torch.manual_seed(seed)
+        model = make_model(**model_options(arm, args, seed, h, gamma))
+        lr = harness.peak_lr(args, arm, None)
         result = harness.train(
-            folder, model, lambda step: batch(step, seed), seed=seed, steps=args.steps, lr=lr, weight_decay=0.1,
+            folder, model, lambda step: batch(step, seed), seed=seed, steps=steps[arm], lr=lr, weight_decay=0.1,
             header=dict(header, experiment_arm=arm, h=h, gamma=gamma, rank=args.rank, common=args.common,
                         dropout=args.dropout, layers=args.layers, dim=args.dim, heads=args.heads, batch=args.batch),
-            device=device, dtype=dtype, eval_every=args.eval_every, evaluate=evaluate, compile=args.compile,
-            progress=progress, label=name)
-        norms = [g for g in result["grad_norms"][args.steps // 2:] if g is not None]
-        row = dict(arm=arm, seed=seed, h=h, gamma=gamma, lr=lr, diverged=result["diverged"],
+            device=device, dtype=dtype, eval_every=args.eval_every, compile=args.compile, progress=progress, label=name,
+            evaluate=lambda model: evaluate(model) | metrics.by_layer(model.states(embed(model))))
+        norms = [g for g in result["grad_norms"][steps[arm] // 2:] if g is not None]
+        row = dict(arm=arm, seed=seed, h=h, gamma=gamma, lr=lr, steps=steps[arm], **flops[arm], diverged=result["diverged"],
                    train_loss=result["train_loss_last"])
         if not result["diverged"]:
             model.eval()
             stats = metrics.grad_norm_stats(norms)
             row.update(grad_norm_mean=stats["mean"], grad_norm_var=stats["var"], grad_norm_cv=stats["cv"])
-            row.update(final(model), **representation(model, embed(model)))
-            row["entropy_last"], row["antipolar_last"] = row["entropy_by_layer"][-1], row["antipolar_by_layer"][-1]
+            *_, last = row["evaluations"] = result["evaluations"]
+            row.update(final(model), **{key: value for key, value in last.items() if key.endswith("_by_layer")})
+            for key in ("entropy", "antipolar", "clusters"):
+                row[f"{key}_last"] = row[f"{key}_by_layer"][-1]
             if h is not None:
                 a = math.sqrt(h) if args.common == "sqrt_h" else h
                 part = {"tangent": a * a + gamma ** 2 * h, "isotropic": a * a + gamma ** 2 * h, "shared": a * a,
                         "independent": gamma ** 2 * h}[arm]
                 row["budget"], row["budget_measured"] = (args.dim - 1) * part, measured_budget(model, embed(model))
-            inputs, targets = batch(0, seed)
-            model.train()
-            row["flops_per_step"] = metrics.count_flops(lambda: model(inputs, targets)[1].backward())
-            model.zero_grad(set_to_none=True)
             curve = [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
             row["loss_curve"] = [sum(part) / len(part) for part in (curve[i:i + 10] for i in range(0, len(curve), 10))]
         harness.write_json(folder / "row.json", row)

@@ -39,7 +39,7 @@ import rope_consensus as rc
 import train_charlm
 import train_cifar_patches
 import train_wikitext
-from model import ARMS, Transformer
+from model import ARMS, PatchTransformer, Transformer
 from noise_block import IsotropicNoise, TangentNoise, attach, matched_sigma, tangent_noise_step
 from rope_consensus import ConsensusAttention, attention_matrix, consensus_step, rope, unit
 
@@ -481,7 +481,7 @@ def test_states_and_loop():
     for arm in ARMS:
         model = Transformer(11, 4, 16, 2, arm, loop=True)
         assert len(model.blocks) == 1
-        states = model.states(ids)
+        states = model.states(model.embed(ids))
         assert len(states) == 5
         assert torch.equal(model.head(model.norm(states[-1])), model(ids)[0])
         if arm != "standard":
@@ -1002,7 +1002,7 @@ def test_noise_arms_have_equal_parameters_and_start_equal():
 
 def test_sphere_states_are_unit_and_the_step_is_1_over_L():
     model = arm_model("tangent").train()
-    for x in model.states(torch.randint(20, (2, 9))):
+    for x in model.states(model.embed(torch.randint(20, (2, 9)))):
         assert (x.norm(dim=-1) - 1).abs().max() < 1e-5
 
 
@@ -1024,10 +1024,27 @@ def test_flops_equal_the_formula():
     # forward and backward: 6 for each weight and token, and attention 12 T^2 d a layer; A x costs 2 d^2 a token, and again
     # backward, for x alone
     tokens_, weights, attention = 2 * 16, 3 * 12 * 32 ** 2 + 20 * 32, 3 * 2 * 12 * 16 ** 2 * 32
-    for arm, noise in (("prenorm", 0), ("sphere", 0), ("tangent", 3 * tokens_ * 4 * 32 ** 2)):
-        model, ids = arm_model(arm), torch.randint(20, (2, 16))
+    for arm, rank, noise in (("prenorm", 0, 0), ("sphere", 0, 0), ("tangent", 0, 3 * tokens_ * 4 * 32 ** 2),
+                             ("tangent", 8, 3 * tokens_ * 2 * 4 * 32 * 16)):
+        model, ids = arm_model(arm, rank=rank), torch.randint(20, (2, 16))
         counted = metrics.count_flops(lambda: model(ids, ids)[1].backward())
         assert abs(counted / (6 * weights * tokens_ + attention + noise) - 1) < 0.01, arm
+        args = argparse.Namespace(rank=rank, dim=32, layers=3)
+        assert noise_arms.formula_flops(model, args, arm, 2, 16) == 6 * weights * tokens_ + attention + noise
+    # patches, at the size that is trained
+    model, pixels = PatchTransformer(10, 64, 48, 6, 96, 4), torch.randn(2, 64, 48)
+    counted = metrics.count_flops(lambda: model(pixels, torch.zeros(2, dtype=torch.long))[1].backward())
+    args = argparse.Namespace(rank=0, dim=96, layers=6)
+    assert abs(counted / noise_arms.formula_flops(model, args, "prenorm", 2, 64) - 1) < 0.01
+
+
+def test_states_are_followed_through_depth():
+    # first layer: 70 tokens at +-e_0 in equal parts; second: all the same, of length 3
+    pair = torch.eye(4)[0] * torch.tensor([1.0, -1.0]).repeat_interleave(35)[:, None]
+    found = metrics.by_layer([pair.expand(3, 70, 4), 3 * torch.eye(4)[1].expand(3, 70, 4)])
+    assert found["diameter_by_layer"] == pytest.approx([math.pi, 0]) and found["clusters_by_layer"] == [2, 1]
+    assert found["entropy_by_layer"] == pytest.approx([0, 0], abs=1e-5)
+    assert found["antipolar_by_layer"] == pytest.approx([35 / 69, 0])
 
 
 def test_points_of_the_sweep_and_shards():
@@ -1056,7 +1073,7 @@ def small_data(tmp_path, monkeypatch):
 
 
 def test_cifar_end_to_end_and_its_resume(small_data, tmp_path, capsys):
-    options = ["--quick", "--steps", "4", "--eval-every", "2", "--seeds", "3", "--arms", "isotropic", "tangent",
+    options = ["--quick", "--steps", "4", "--eval-every", "2", "--seeds", "3", "--arms", "isotropic", "tangent", "--rank", "32",
                "--data-dir", small_data]
     run_main(train_cifar_patches.main, *options, "--out", tmp_path / "whole")
     assert "2 of 5 training batches, 100 images" in capsys.readouterr().out
@@ -1064,7 +1081,10 @@ def test_cifar_end_to_end_and_its_resume(small_data, tmp_path, capsys):
     assert summary["complete"] and len(summary["runs"]) == 6 and summary["verdicts"][-1]["verdict"] in (
         "holds", "does not hold", "not decided")
     for row in summary["runs"]:
-        assert 0 <= row["accuracy"] <= 1 and len(row["entropy_by_layer"]) == 3 and row["flops_per_step"] > 0
+        assert 0 <= row["accuracy"] <= 1 and len(row["entropy_by_layer"]) == 3
+        assert abs(row["flops_per_step"] / row["flops_formula"] - 1) < 0.03  # d = 32: the embedding's share is not small
+        assert row["steps"] == (4 if row["arm"] == "isotropic" else 3)  # equal FLOPs: A x costs 17% at rank 32
+        assert [e["step"] for e in row["evaluations"]] == [0, 2, row["steps"]] and len(row["evaluations"][1]["clusters_by_layer"]) == 3
         assert math.isclose(row["binomial"] ** 2, row["accuracy"] * (1 - row["accuracy"]) / 50, abs_tol=1e-9)
     # stopped in the third run, after its checkpoint: the same rows in the end
     real, calls = harness.save_checkpoint, []

@@ -33,6 +33,7 @@ import torch
 
 import harness
 import metrics
+import noise_arms
 import noise_block
 import rope_consensus
 from data import character_data, load_text, windows
@@ -113,7 +114,7 @@ def at_consensus(model, ids):
     The consensus is the layer's own mean token (unit per head), so that the layer sees what it is used to; float64.
     lambda_max there is not the one the control sees, which is taken at the tokens as they are.
     """
-    states, found = model.states(ids[:1]), []
+    states, found = model.states(model.embed(ids[:1])), []
     for layer in sorted({0, model.layers // 2, model.layers - 1}):
         attn = copy.deepcopy(model.stack()[layer].attn).cpu().double().eval()
         x = rope_consensus.unit(attn.split(states[layer][0].cpu().double()).mean(-2, keepdim=True))
@@ -125,14 +126,10 @@ def at_consensus(model, ids):
     return found
 
 
-@torch.no_grad()
-def measure(model, ids):
-    """D and cosine entropy by layer, over whole token states, mean over the sequences ids (B, T); lambda_max and eta."""
+def measure(model, ids, targets):
+    """metrics.by_layer over whole token states, robustness, and in the controlled arms lambda_max and eta."""
     model.eval()
-    states = [rope_consensus.unit(x.float()) for x in model.states(ids)]
-    found = {"diameter_by_layer": [metrics.angular_diameter(x).mean().item() for x in states],
-             "entropy_by_layer": [metrics.cosine_entropy(x).mean().item() for x in states],
-             "antipolar_by_layer": [metrics.antipolar_fraction(x).mean().item() for x in states]}
+    found = metrics.by_layer(model.states(model.embed(ids))) | noise_arms.embedding_robustness(model, ids, targets)
     if model.arm != "standard":
         model.control(ids, act=False)
         found["lambda_max_by_layer"] = [block.attn.lam.max().item() for block in model.blocks]
@@ -219,8 +216,8 @@ def run(args, data, out, progress, device, dtype, arm, seq, seed, eta=None):
     if not result["diverged"]:
         row["val_loss"] = validation_loss(model.eval(), data.valid, seq, device)
         row["bits_per_byte"] = metrics.bits_per_byte(row["val_loss"], len(data.valid), data.valid_bytes)
-        ids = windows(data.valid, torch.arange(4) * max(1, (len(data.valid) - seq) // 4), seq, device)[0]
-        row.update(measure(model, ids))
+        ids, targets = windows(data.valid, torch.arange(4) * ((len(data.valid) - seq) // 4), seq, device)
+        row.update(measure(model, ids, targets))
         if eta is not None:
             row["consensus"] = at_consensus(model, ids)
             row["local_multiplier"] = max(layer["multiplier"] for layer in row["consensus"])

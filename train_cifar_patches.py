@@ -62,7 +62,7 @@ def parse():
     parser = harness.Parser("6-layer Transformer on CIFAR-10 patches: tangent noise against dropout and isotropic noise.")
     harness.add_common(parser, layers=6, dim=96, heads=4, batch=64, steps=1000)
     noise_arms.add_options(parser)
-    parser.set_defaults(arms=["prenorm", "dropout", "isotropic", "tangent"], lr=[3e-3])
+    parser.set_defaults(arms=["prenorm", "dropout", "isotropic", "tangent"], lr=[3e-3], equal="flops")
     parser.add_argument("--no-augment", action="store_true", help="no random crop and flip")
     parser.add_argument("--no-normalize", action="store_true", help="pixels in [0, 1] as they are")
     if "--quick" in sys.argv:

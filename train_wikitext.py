@@ -74,22 +74,9 @@ def main():
     def final(model):
         with torch.no_grad():
             nats = loss_of(model, BLOCKS)
-        targets = held_out[1]
-
-        def evaluate(x):
-            logits = model.head(model.read(x)).float()
-            return (torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()),
-                    (logits.argmax(-1) == targets).float().mean())
-        x = model.embed(held_out[0]).detach()
-        size = x.square().mean().sqrt().item()  # perturbations are stated over the embeddings' RMS
-        moved = metrics.perturbation_robustness(evaluate, x, [s * size for s in (0.1, 0.3, 1.0)],
-                                                [s * size for s in (0.03, 0.1)])
-        return {"val_loss": nats, "ppl_token": math.exp(nats), "context": args.seq,
+        return noise_arms.embedding_robustness(model, *held_out) | {"val_loss": nats, "ppl_token": math.exp(nats), "context": args.seq,
                 "ppl_word": math.exp(nats * data.scored / data.words),
-                "bits_per_byte": metrics.bits_per_byte(nats, data.scored, data.bytes),
-                "noise_0.1": moved["noise"][0.1 * size]["loss"], "noise_0.3": moved["noise"][0.3 * size]["loss"],
-                "noise_1.0": moved["noise"][1.0 * size]["loss"], "sign_0.03": moved["sign"][0.03 * size]["loss"],
-                "sign_0.1": moved["sign"][0.1 * size]["loss"]}
+                "bits_per_byte": metrics.bits_per_byte(nats, data.scored, data.bytes)}
 
     noise_arms.experiment(
         args, device, dtype, name="wikitext", columns=COLUMNS, metric="val_loss", unit_="nats per token",

@@ -203,7 +203,7 @@ def run_all(args, out, device, dtype, header, make_model, batch, evaluate, embed
     return [harness.read_json(path) for path in paths if path.exists()], not left
 
 
-def hypothesis(rows, metric, unit_):
+def hypothesis(rows, metric, unit_, robust):
     """The note's claim, tangent against isotropic at the same budget, paired by seed: "reduced representation degeneracy and
     either improved validation performance or more stable loss curves". Its three parts, and the whole: it holds if the
     first and one of the others do, does not hold if the first or both others do not, else it is not decided."""
@@ -227,13 +227,19 @@ def hypothesis(rows, metric, unit_):
         whole = "does not hold"
     else:
         whole = "not decided"
-    return [*found, degeneracy, stable,
+    firm = [harness.paired_verdict(f"tangent loses less than isotropic to perturbed inputs ({key})", pair("tangent", key),
+                                   pair("isotropic", key)) for key in robust]
+    return [*found, degeneracy, stable, *firm,
             {"claim": "the note's hypothesis: less degenerate, and better or more stable, at the same budget",
              "measured": "from the verdicts on isotropic above", "verdict": whole}]
 
 
-def experiment(args, device, dtype, name, columns, metric, unit_, header, **parts):
-    """The whole command: folder, runs, table with mean and spread, figure, summary, verdicts."""
+def experiment(args, device, dtype, name, columns, metric, unit_, robust, header, **parts):
+    """The whole command: folder, runs, table with mean and spread, figure, summary, verdicts.
+
+    columns: {key of a row: (heading, format)}; metric: the key that decides, in unit_; robust: keys of what is lost to
+    perturbed inputs.
+    """
     out, lock = harness.open_folder(args.out, args.resume, name + ("-sweep" if args.sweep else ""), args.shard or "")
     command = " ".join(["python", *(word for word in sys.argv if word != "--resume")])
     if not (out / "config.json").exists():
@@ -256,7 +262,7 @@ def experiment(args, device, dtype, name, columns, metric, unit_, header, **part
     for key, (heading, spec) in columns.items():
         shown[key], shown[key + "_sd"] = (heading, spec), ("+-", spec)
     print(harness.table(table, {**shown, **extra}))
-    verdicts = hypothesis(rows, metric, unit_) if complete and not args.sweep else []
+    verdicts = hypothesis(rows, metric, unit_, robust) if complete and not args.sweep else []
     harness.write_json(out / "summary.json", {"command": command, **header, "complete": complete, "table": table,
                                               "runs": rows, "verdicts": verdicts})
     draw(out, rows, table, columns[metric][0], metric)
@@ -276,11 +282,25 @@ def draw(out, rows, table, label, metric):
         axes[1].plot(row["entropy_by_layer"], style, marker=".", label=arm)
     axes[0].set(xlabel="training FLOPs", ylabel="training loss (nats, mean of 10 steps)")
     axes[1].set(xlabel="layer", ylabel="cosine entropy (nats)")
-    for i, line in enumerate(table):
-        if line[metric] is not None:
-            axes[2].errorbar([i], [line[metric]], yerr=[line[metric + "_sd"]], fmt="ko", mfc="none", capsize=3)
-    axes[2].set_xticks(range(len(table)), [line["arm"] if len(table) < 9 else "" for line in table], rotation=60, fontsize=7)
-    axes[2].set(ylabel=f"{label} (mean and s.d. over seeds)")
+    done = [line for line in table if line[metric] is not None]
+    lines = {}  # one for each arm and h, against gamma: a sweep has several points on each
+    for line in done:
+        lines.setdefault((line["arm"], line["h"]), []).append(line)
+    if len(done) == len(lines):
+        axes[2].errorbar(range(len(done)), [line[metric] for line in done], [line[metric + "_sd"] for line in done], fmt="ko",
+                         mfc="none", capsize=3)
+        axes[2].set_xticks(range(len(done)), [line["arm"] for line in done], rotation=60, fontsize=7)
+    else:
+        for (arm, h), part in lines.items():
+            if h is None:
+                axes[2].axhline(part[0][metric], color="0.6", ls={"sphere": "-", "prenorm": "--"}.get(arm, ":"), label=arm)
+            else:
+                axes[2].plot([line["gamma"] for line in part], [line[metric] for line in part],
+                             "k-" if arm == "tangent" else "k--", marker="os^v"[sorted({k for _, k in lines if k}).index(h)],
+                             mfc="none", label=f"{arm}, h = {h:.2g}")
+        axes[2].set(xlabel="gamma", xscale="log")
+        axes[2].legend(fontsize=5)
+    axes[2].set(ylabel=f"{label} (mean{' and s.d.' if len(done) == len(lines) else ''} over seeds)")
     axes[0].legend(fontsize=7)
     with harness.writing(out):
         figure.savefig(out / f"{metric}.png", dpi=110)

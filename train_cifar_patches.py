@@ -32,7 +32,7 @@ from model import PatchTransformer
 
 MEAN, STD = torch.tensor([0.4914, 0.4822, 0.4465]), torch.tensor([0.2470, 0.2435, 0.2616])  # of the training images
 COLUMNS = {"val_loss": ("nats/image", ".4f"), "error": ("error", ".4f"), "binomial": ("binomial", ".4f"),
-           "noise_0.1": ("noise 0.1", "+.4f"), "sign_2": ("step 2/255", "+.4f")}
+           "noise_0.1": ("lost, noise 0.1", ".4f"), "sign_2": ("lost, step 2/255", ".4f")}
 
 
 def patchify(images, size=4):
@@ -117,11 +117,12 @@ def main():
                                                 [s / 255 for s in steps])
         found = {"val_loss": loss, "accuracy": accuracy, "error": 1 - accuracy,
                  "binomial": math.sqrt(accuracy * (1 - accuracy) / len(data.valid[0]))}
-        found |= {f"noise_{s}": moved["noise"][s]["accuracy"] for s in (0.05, 0.1, 0.2)}
-        return found | {f"sign_{s}": moved["sign"][s / 255]["accuracy"] for s in steps}
+        found |= {f"noise_{s}": -moved["noise"][s]["accuracy"] for s in (0.05, 0.1, 0.2)}
+        return found | {f"sign_{s}": -moved["sign"][s / 255]["accuracy"] for s in steps}
 
     noise_arms.experiment(
         args, device, dtype, name="cifar", columns=COLUMNS, metric="error", unit_="share of the test images",
+        robust=("noise_0.1", "sign_2"),
         header=dict(dataset=data.name, data=data.sha256, augment=not args.no_augment, normalize=not args.no_normalize),
         make_model=make_model, batch=batch, evaluate=lambda model: dict(zip(("val_loss", "accuracy"), whole(model, 1000))),
         embed=lambda model: model.embedded(held_out), final=final)

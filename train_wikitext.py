@@ -6,8 +6,8 @@ WikiText-2, 6 layers: tangent Brownian noise against residual dropout, isotropic
     perplexity per word   exp(nats of the scored text / words)    words: split at white space, and line ends
     bits per byte         nats of the scored text / bytes / ln 2  comparable between tokenisers
 
-Scored are the first 400 blocks of the evaluation text. The softmax runs over the union of the tokens that occur in the two parts, not over all 50,257 of gpt2: perplexities are
-comparable within this file, bits per byte nearly so elsewhere.
+Scored are the first 400 blocks of the evaluation text. The softmax runs over the union of the tokens that occur in the two
+parts, not over all 50,257 of gpt2: perplexities are comparable within this file, bits per byte nearly so elsewhere.
 
 Source: the note "Tangent Brownian symmetry breaking", section 4.
 
@@ -80,6 +80,7 @@ def main():
 
     noise_arms.experiment(
         args, device, dtype, name="wikitext", columns=COLUMNS, metric="val_loss", unit_="nats per token",
+        robust=("noise_0.3", "sign_0.03"),
         header=dict(dataset=text.name, data=text.sha256, encoding=encoding.name, vocab=data.vocab, seq=args.seq),
         make_model=make_model, batch=batch, evaluate=lambda model: {"val_loss": loss_of(model, 32)},
         embed=lambda model: model.embed(held_out[0]), final=final)

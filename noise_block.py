@@ -31,7 +31,7 @@ One file that needs torch alone: copy it. (Only the demo below also reads metric
     from noise_block import TangentNoise, attach
     x = TangentNoise(dim=768, h=1 / 12, gamma=0.01, rank=8)(x)       # in your block, after a residual step
     noise = attach(model.transformer.h, 768, h=1 / 12, gamma=0.01)   # after the blocks of any model; noise.remove()
-    $ python noise_block.py          # about 40 s on two CPU cores: pairs, clusters, entropy against depth; a verdict
+    $ python noise_block.py          # about 50 s on two CPU cores: the laws, pairs, clusters, entropy against depth; a verdict
     $ python noise_block.py --gif    # and tokens on the 2-sphere, animated
 """
 import math
@@ -356,6 +356,43 @@ def stationary_antipodal(dim, h, gamma, common, threshold=-0.9):
     return (density[t > math.acos(threshold)].sum() / density.sum()).item()
 
 
+def laws(d=16, samples=20_000, seed=0):
+    """The laws at the top of this file against sampling, one record each; error: one standard error of what was measured.
+    holds: within 4 errors and (d - 1) a^2 of the theory, which takes the steps as small."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def record(law, theory, values, bias=0.0):
+        measured, error = values.mean().item(), values.std().item() / len(values) ** 0.5
+        verdict = "holds" if abs(measured - theory) < 4 * error + bias * abs(theory) else "does not hold"
+        return {"law": law, "theory": theory, "measured": measured, "error": error, "verdict": verdict}
+
+    x = unit(torch.randn(samples, 1, d, generator=rng))
+    for name, make, columns, signed in (("full A", symmetrize, d, False), ("rank 4", factors, 8, False),
+                                        ("rank 4, signed", factors, 8, True)):
+        A = make(torch.randn(samples, d, columns, generator=rng))
+        yield record(f"E||p||^2 = d - 1, {name}", d - 1, tangent(x, shared_product(A, x, signed=signed)).square().sum((1, 2)))
+    yield record("E||q||^2 = d - 1", d - 1, tangent(x, torch.randn(x.shape, generator=rng)).square().sum((1, 2)))
+    for common, h in (("h", 0.01), ("sqrt_h", 0.001)):
+        noise = TangentNoise(d, h, gamma=0.3, common=common, shared="sequence", seed=seed)
+        rate = (d - 1) * (noise.a ** 2 + noise.g ** 2) / 2
+        yield record(f"1 - E<x_1, x_0> = (d - 1)(a^2 + gamma^2 h)/2, a = {common}", rate, 1 - (x * noise(x)).sum((1, 2)),
+                     2 * rate)
+
+    def pairs(d, h, angle, steps):
+        """c = x_i^T x_j before and after `steps` steps at gamma = 0: (2, samples)."""
+        x = torch.zeros(samples, 2, d, dtype=torch.float64)
+        x[:, :, 0], x[:, 1, 1] = torch.tensor([1, math.cos(angle)], dtype=torch.float64), math.sin(angle)
+        states = run(TangentNoise(d, h, gamma=0.0, shared="sequence", seed=seed), x, [0, steps])
+        return (states[:, :, 0] * states[:, :, 1]).sum(-1)
+
+    for angle in (0.8, 1.6, 2.4):
+        yield record(f"P(antipodal) = angle/pi at gamma = 0, first angle {angle}", angle / math.pi,
+                     (pairs(4, 0.1, angle, 200)[1] < 0).double(), 3 * 0.1 ** 2)
+    near = torch.log1p(-pairs(4, 0.03, 0.1, 100))
+    yield record("log(1 - c) falls by 4 a^2 a step at gamma = 0, c near 1", -4 * 0.03 ** 2, (near[1] - near[0]) / 100,
+                 3 * 0.03 ** 2)
+
+
 def run(noise, x, depths, beta=0.0, own_A=False):
     """States at the given depths, (len(depths), ...). own_A: every token is a sequence of its own, with its own A."""
     states, shape = [], (*x.shape[:-1], 1, x.shape[-1]) if own_A else x.shape
@@ -480,13 +517,16 @@ def demo(args):
     import pathlib
 
     torch.set_num_threads(1)  # the tensors are small
-    for key, least in (("dim", 2), ("tokens", 2), ("steps", 1), ("seeds", 4)):
+    for key, least in (("dim", 2), ("tokens", 2), ("steps", 1), ("seeds", 4), ("samples", 2)):
         require(getattr(args, key) >= least, f"--{key} must be at least {least}, not {getattr(args, key)}")
     out = pathlib.Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     depths = sorted({0, args.steps, *(m * 10 ** e for m in (1, 2, 5) for e in range(9) if m * 10 ** e < args.steps)})
     few = [k for k, depth in enumerate(depths) if depth == args.steps or str(depth).strip("0") in ("", "1")]
-    print(f"{args.tokens} tokens, d = {args.dim}, h = {args.h:g}, {args.steps} steps, {args.seeds} seeds, 4 for own A\n"
+    known = list(laws(samples=args.samples, seed=args.seed))
+    for r in known:
+        print(f"{r['law']:72} {r['theory']:9.4f}  measured {r['measured']:9.4f} +- {r['error']:.4f}  {r['verdict']}")
+    print(f"\n{args.tokens} tokens, d = {args.dim}, h = {args.h:g}, {args.steps} steps, {args.seeds} seeds, 4 for own A\n"
           "a       drift      gamma         antipodal: peak at depth, end (small a)  aligned clusters entropy verdict")
     runs = []
     for r in measure(args, depths, few):
@@ -504,7 +544,7 @@ def demo(args):
     if args.gif:
         draw_gif(args, out / "noise.gif")
     record = {"args": vars(args), "torch": torch.__version__, "rule": " ".join(RULE.split()), "depths": depths,
-              "cluster_depths": [depths[k] for k in few], "runs": runs, "verdicts": verdicts}
+              "cluster_depths": [depths[k] for k in few], "laws": known, "runs": runs, "verdicts": verdicts}
     part = out / "noise.json.part"
     part.write_text(json.dumps(record, indent=1), encoding="utf-8")
     os.replace(part, out / "noise.json")
@@ -525,6 +565,7 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=2000, help="depth steps")
     parser.add_argument("--seeds", type=int, default=16, help="sequences, each with its own tokens and A")
     parser.add_argument("--seed", type=int, default=0, help="of all draws")
+    parser.add_argument("--samples", type=int, default=20_000, help="draws in the check of the laws")
     parser.add_argument("--out", default="results/noise", help="folder for noise.json, noise.png, noise.gif")
     parser.add_argument("--gif", action="store_true", help="animate tokens on the 2-sphere as well")
     parser.add_argument("--debug", action="store_true", help="show an error's traceback")

@@ -1850,7 +1850,7 @@ def test_noise_verdict_rule():
 
 def test_noise_demo(tmp_path):
     command = [sys.executable, str(NOISE_FILE), "--steps", "12", "--seeds", "4", "--tokens", "8", "--dim", "4", "--out",
-               str(tmp_path / "out"), "--gif", "--gamma", "0", "0.1"]
+               str(tmp_path / "out"), "--gif", "--samples", "500", "--gamma", "0", "0.1"]
     done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"},
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -1862,6 +1862,7 @@ def test_noise_demo(tmp_path):
         assert f"{r['gamma']:g}" in done.stdout and r["verdict"] in done.stdout
         assert all(0 <= v <= 1 for key in ("antipodal", "aligned") for v in r[key]["mean"])
     assert sum(r["own_A"] for r in record["runs"]) == 4
+    assert len(record["laws"]) == 10 and all(r["verdict"] == "holds" for r in record["laws"])
     wrong = subprocess.run([*command, "-0.1"], cwd=tmp_path, capture_output=True, text=True)
     assert wrong.returncode == 2 and "Traceback" not in wrong.stderr
     assert wrong.stderr == "error: gamma must be finite and at least 0, not -0.1: 0 leaves out q\n"
@@ -1870,7 +1871,7 @@ def test_noise_demo(tmp_path):
 @pytest.mark.parametrize("change, words", [({"dim": 1}, "--dim must be at least 2"), ({"seeds": 1}, "--seeds must be"),
                                            ({"steps": 0}, "--steps must be"), ({"h": math.nan}, "h must be finite")])
 def test_noise_demo_refuses(change, words, tmp_path):
-    args = types.SimpleNamespace(gamma=[0.0], h=0.05, beta=1.0, tokens=8, dim=4, steps=5, seeds=4, seed=0, gif=False,
+    args = types.SimpleNamespace(gamma=[0.0], h=0.05, beta=1.0, tokens=8, dim=4, steps=5, seeds=4, seed=0, gif=False, samples=10,
                                  out=str(tmp_path / "out"))
     vars(args).update(change)
     with pytest.raises(ValueError, match=words):

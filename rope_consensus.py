@@ -406,20 +406,42 @@ def measure_threshold(beta, n, d=16, causal=False, seed=0, steps=200):
     return eta_critical(x, beta, causal).item(), low + (high - low) * ((1 - g[k - 1]) / (g[k] - g[k - 1])).item()
 
 
-def two_clusters(n, d):
-    """Unit tokens (n, d) whose rotated rows are u for the first half and -u for the second: nearly the slowest mixing.
+def two_clusters(n, d, first):
+    """Unit tokens (n, d) whose rotated rows are u for the first few and -u for the others.
 
-    u lies in the slowest plane of RoPE, so the unrotated rows are close to +-u too.
+    Halves mix nearly the slowest; one against all others nearly attains the floor. u lies in the slowest plane of RoPE,
+    so the unrotated rows are close to +-u too.
     """
     y = torch.zeros(n, d, dtype=torch.float64)
-    y[:n // 2, d // 2 - 1], y[n // 2:, d // 2 - 1] = 1, -1
+    y[:first, d // 2 - 1], y[first:, d // 2 - 1] = 1, -1
     return rope(y, positions=-torch.arange(n))
+
+
+def over_floor(beta, causal, n=64, d=16):
+    """The smallest A_ij over its floor, of random tokens and of one token against all others. Never below 1."""
+    x = unit(torch.randn(n, d, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    seen = torch.arange(1, n + 1)[:, None] if causal else n
+    entries = torch.stack([attention_matrix(tokens, beta, causal) for tokens in (x, two_clusters(n, d, 1))])
+    return (entries * seen * math.exp(2 * beta))[entries > 0].amin().item()
+
+
+def noted_lanczos(beta, causal, n=64, d=16):
+    """(Lanczos on I - Pi^(1/2) A Pi^(-1/2) as the note has it, the largest eigenvalue of I - A by LAPACK)."""
+    generator = torch.Generator().manual_seed(0)
+    x = unit(torch.randn(n, d, generator=generator, dtype=torch.float64))
+    A, W = attention_matrix(x, beta, causal), (beta * scores(x)).exp()
+    root = (W.tril() if causal else W).sum(-1).sqrt()  # Pi^(1/2), the consensus vector where A is reversible
+    phi = unit(root)
+    deflate = lambda v: v - phi * (phi @ v)
+    start = deflate(torch.randn(n, generator=generator, dtype=x.dtype))
+    theta, _ = lanczos(lambda v: deflate(v - root * (A @ (v / root))), start, n - 1)
+    return theta.item(), 1 - torch.linalg.eigvals(A).real.amin().item()
 
 
 def contraction(beta, n=64, d=16, steps=20, seeds=5):
     """Idealised averaging x <- A(x) x: Euclidean diameters (seeds + 1, steps + 1), the last row from two clusters."""
     x = unit(torch.randn(seeds, n, d, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
-    x = torch.cat((x, two_clusters(n, d)[None]))
+    x = torch.cat((x, two_clusters(n, d, n // 2)[None]))
     diameters = []
     for _ in range(steps + 1):
         diameters.append(torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist").amax((-2, -1)))
@@ -468,15 +490,23 @@ def main():
           f"{'beta':>5} {'1-e^(-2 beta)':>13} {'worst factor':>12} {'1-tau':>9} {'e^(-2 beta)':>11}")
     for beta in betas:
         curves[beta] = contraction(beta)
-        A = attention_matrix(two_clusters(64, 16), beta)
+        A = attention_matrix(two_clusters(64, 16, 32), beta)
         tau = (torch.cdist(A, A, p=1).amax() / 2).item()  # Dobrushin's coefficient; here tanh(beta)
         factors = (curves[beta][:, 1:] / curves[beta][:, :-1])[curves[beta][:, 1:] > 1e-12]  # above rounding
         rows.append(dict(beta=beta, bound=1 - math.exp(-2 * beta), two_cluster_gap=1 - tau,
                          worst_factor=factors.max().item()))
         print(f"{beta:5g} {rows[-1]['bound']:13.4f} {rows[-1]['worst_factor']:12.4f} {1 - tau:9.6f} "
               f"{math.exp(-2 * beta):11.6f}")
+    exact = []
+    print("\nn = 64, d = 16: the smallest A_ij over its floor, and lambda_max by Lanczos on the symmetrised matrix, as the note\n"
+          f"has it, against LAPACK on I - A\n{'mask':>7} {'beta':>5} {'A over floor':>12} {'Lanczos':>8} {'LAPACK':>8}")
+    for causal in (False, True):
+        for beta in betas:
+            theta, value = noted_lanczos(beta, causal)
+            exact.append(dict(causal=causal, beta=beta, over_floor=over_floor(beta, causal), lanczos=theta, exact=value))
+            print(f"{'causal' if causal else 'none':>7} {beta:5g} {exact[-1]['over_floor']:12.4f} {theta:8.4f} {value:8.4f}")
     with open(args.out / "results.json", "w") as file:
-        json.dump(dict(command="python rope_consensus.py", toy=toy, contraction=rows), file, indent=1)
+        json.dump(dict(command="python rope_consensus.py", toy=toy, contraction=rows, exact=exact), file, indent=1)
 
     from matplotlib.figure import Figure
     figure = Figure(figsize=(9, 3.6), layout="constrained")

@@ -141,7 +141,7 @@ def test_floor_is_nearly_attained(beta):
 
 def test_dobrushin_and_contraction_bounds():
     for beta in (0.25, 1.0, 3.0):
-        A = attention_matrix(rc.two_clusters(40, 8), beta)
+        A = attention_matrix(rc.two_clusters(40, 8, 20), beta)
         assert math.isclose(metrics.dobrushin(A).item(), math.tanh(beta), rel_tol=1e-12)  # known answer
         assert metrics.dobrushin(A) <= metrics.mixing_envelope(beta, 1)
         diameters = rc.contraction(beta, n=24, d=6, steps=6, seeds=4)
@@ -902,6 +902,9 @@ def test_rope_consensus_demo(tmp_path, capsys):
     assert abs(found["toy"][0]["rel_error"]) < 0.01 and found["toy"][1]["causal"]
     assert all(row["worst_factor"] <= row["bound"] for row in found["contraction"])
     assert "1-e^(-2 beta)" in capsys.readouterr().out and (tmp_path / "threshold.png").stat().st_size < 150_000
+    for row in found["exact"]:
+        assert 1 <= row["over_floor"] < 1.02  # the floor is nearly attained: n/(n - 1 + e^(-2 beta)) at best
+        assert (abs(row["lanczos"] - row["exact"]) < 1e-9) != row["causal"]  # on a matrix that is not symmetric it is wrong
 
 
 def test_charlm_compare_end_to_end(tmp_path, capsys):

@@ -312,7 +312,7 @@ def sweep(args, data, out, device, dtype):
     for beta in (0.25, 0.5, 1, 2, 4):
         diameter = rope_consensus.contraction(beta)
         factor = (diameter[:, 1:] / diameter[:, :-1])[diameter[:, 1:] > 1e-12].max().item()
-        tau = metrics.dobrushin(rope_consensus.attention_matrix(rope_consensus.two_clusters(64, 16), beta)).item()
+        tau = metrics.dobrushin(rope_consensus.attention_matrix(rope_consensus.two_clusters(64, 16, 32), beta)).item()
         contraction.append(dict(beta=beta, worst_factor=factor, bound=metrics.mixing_envelope(beta, 1), gap=1 - tau))
 
     seq, arm = args.seq[0], next(a for a in args.arms if a != "standard")

@@ -2446,6 +2446,49 @@ def test_geometry_slice_of_a_real_model(g2_cache, monkeypatch, post_norm):
         ness_vortex.DownSlice(model, ids, 5, 3, 4, gen)
 
 
+# G and H of both problems against an independent library where it is installed (requirements-models.txt), and against
+# torch's own dense Hessian and one gradient at a time where it is not
+@pytest.mark.slow
+@pytest.mark.parametrize("problem", ("sandbox", "slice"))
+def test_geometry_moments_by_another_library(problem, g2_sandbox, g2_cache, monkeypatch):
+    monkeypatch.setattr(F, "silu", lambda z: z * z.sigmoid())  # its Hessian is forward over reverse: silu has no such
+    monkeypatch.setattr(models, "CACHE", g2_cache)
+    monkeypatch.setattr(models, "load_text", lambda *_: data.load_text("pydoc"))
+    if problem == "sandbox":
+        _, p, _, gen = g2_sandbox
+        rows, w = torch.arange(40), p.start.clone()
+        label, (cov, hess) = p.label[rows], p.moments(w, rows, p.label[rows])
+        logits = lambda w, r: p.logits(w, p.x[r], p.y[r])  # noqa: E731
+    else:
+        model, gen = models.load(models.parser("").parse_args(["--quick"])), torch.Generator().manual_seed(0)
+        p = ness_vortex.DownSlice(model, model.random_tokens(8, 13, seed=0), 5, 3, 4, gen)
+        rows, w = torch.arange(40), torch.zeros(12, dtype=torch.float64)
+        label, (cov, hess) = p.label[rows], p.moments(rows, p.label)
+        logits = lambda w, r: F.linear(p.final(p.a[r] @ w.view(3, 4).T, p.x[r], p.y[r]), p.read)  # noqa: E731
+    loss = lambda w, r, l: F.cross_entropy(logits(w, r), l)  # noqa: E731
+    if importlib.util.find_spec("curvlinops"):
+        from curvlinops import EFLinearOperator, HessianLinearOperator
+
+        class Module(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.w = torch.nn.Parameter(w)
+
+            def forward(self, r):
+                return logits(self.w, r)
+
+        module, eye = Module(), torch.eye(len(w), dtype=w.dtype)
+        second, h = ((kind(module, torch.nn.CrossEntropyLoss(), list(module.parameters()), [(rows, label)]) @ eye)
+                     .detach() for kind in (EFLinearOperator, HessianLinearOperator))
+    else:
+        h = torch.autograd.functional.hessian(lambda w: loss(w, rows, label), w)
+        single = torch.stack([torch.func.grad(loss)(w, rows[i:i + 1], label[i:i + 1]) for i in rows])
+        second = single.T @ single / len(rows)
+    mean = torch.func.grad(loss)(w, rows, label)
+    assert (h - hess).norm() < 1e-12 * hess.norm()
+    assert (second - cov * 39 / 40 - mean.outer(mean)).norm() < 1e-12 * second.norm()  # cov: about the mean, over n - 1
+
+
 # the branch that real models take, end to end on a small one: no network
 def test_geometry_vortex_on_a_slice_end_to_end(g2_cache, tmp_path, monkeypatch):
     monkeypatch.setattr(ness_vortex, "SMALL", 0)

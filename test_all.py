@@ -2527,6 +2527,31 @@ def test_geometry_u_statistic_is_unbiased_and_norms_are_not():
     assert np.mean([ness_vortex.u_statistic(sample(g, other, 8, rows=400))["t"] > 3 for _ in range(20)]) > 0.9
 
 
+# a quadratic loss, for which the linear theory is exact: SGD's own slope is 1 within its error, and SGD minus the linear
+# process on the same batches is 0 to rounding. catches: a current of the wrong sign, size or planes, a biased control
+def test_geometry_circulation_slope_is_one_where_the_theory_is_exact():
+    class Quadratic:
+        decay, label = 0.5, torch.zeros(300, dtype=torch.long)
+        x = torch.randn(300, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).cumsum(1)
+        bend = torch.diag(torch.tensor([1.0, 2, 4, 8], dtype=torch.float64))
+
+        def loss(self, w, rows, label):
+            apart = w - self.x[rows]
+            return ((apart @ self.bend) * apart).sum(-1).mean() / 2 + self.decay / 2 * w.square().sum()
+
+        def own_labels(self, w, rows, generator):
+            return self.label[rows]
+
+    p = Quadratic()
+    p.x = p.x - p.x.mean(0)                                                           # the minimum: w = 0
+    measure = lambda own: ness_vortex.circulation_slope(p, torch.zeros(4, dtype=torch.float64), p.bend, 0.02, 4,  # noqa
+                                                        64, 600, 100, 4, own, 0)
+    slope, error = measure(own=True)
+    assert abs(slope - 1) < 4 * error and error < 0.1
+    slope, error = measure(own=False)
+    assert abs(slope - 1) < 1e-9 and error < 1e-9
+
+
 # catches: a symmetry missed or counted twice, a rank read from G's squared singular values
 def test_geometry_gauge_null_space(g2_sandbox):
     *_, ids, gen = g2_sandbox

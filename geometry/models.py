@@ -135,9 +135,12 @@ class Block:
         out = F.linear(mixed, *self.o)
         return out if self.post_attn_norm is None else self.post_attn_norm(out)
 
-    def ffn(self, u):  # the FFN alone, u = ffn_norm(x)
+    def hidden(self, u):  # what W_down reads (..., f); u = ffn_norm(x)
         up = F.linear(u, *self.up)
-        return F.linear(self.act(up) if self.gate is None else self.act(F.linear(u, *self.gate)) * up, *self.down)
+        return self.act(up) if self.gate is None else self.act(F.linear(u, *self.gate)) * up
+
+    def ffn(self, u):  # the FFN alone
+        return F.linear(self.hidden(u), *self.down)
 
     def R(self, x):
         out = self.ffn(self.ffn_norm(x))

@@ -9,7 +9,9 @@ never changed.
     text = load_text("shakespeare")                  # or ptb, pydoc, or the path of a UTF-8 file
     ids = character_data(text, seq=256).train        # (N,)
 """
+import contextlib
 import hashlib
+import http.client
 import os
 import pathlib
 import sys
@@ -21,7 +23,7 @@ import urllib.request
 import numpy as np
 import torch
 
-from harness import UserError, write_atomic, writing
+from harness import UserError, lock_file, write_all, write_atomic, writing
 
 CACHE = pathlib.Path(os.environ.get("NANOSPHERE_CACHE", pathlib.Path.home() / ".cache" / "nanosphere"))
 RAW = "https://raw.githubusercontent.com"
@@ -47,6 +49,15 @@ def checksum(data, algorithm):
     return hashlib.new(algorithm, data).hexdigest()
 
 
+class HttpsStays(urllib.request.HTTPRedirectHandler):
+    """A redirect from https to anything else is an error, before anything is asked for there."""
+
+    def redirect_request(self, request, reply, code, message, headers, url):
+        if request.full_url.startswith("https:") and not url.startswith("https:"):
+            raise UserError(f"{request.full_url} redirects to an unencrypted address, {url}: not followed")
+        return super().redirect_request(request, reply, code, message, headers, url)
+
+
 def download(url, path, algorithm, expected, tries=3, timeout=20):
     """url into path, checked before it gets that name. A cut-off download is continued, also by the next call; anything
     wrong is removed. Raises UserError with the last reason. path is never touched unless the new content is right.
@@ -59,20 +70,19 @@ def download(url, path, algorithm, expected, tries=3, timeout=20):
         try:
             with writing(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
-            with urllib.request.urlopen(request, timeout=timeout) as reply:
+            with urllib.request.build_opener(HttpsStays).open(request, timeout=timeout) as reply:
                 length = reply.headers.get("Content-Length")
-                if reply.url.startswith("http:") and not url.startswith("http:"):
-                    raise UserError(f"{url} redirects to an unencrypted address, {reply.url}: not followed")
-                with writing(part), open(part, "ab" if reply.status == 206 else "wb") as file:
+                with writing(part):
+                    file = open(part, "ab" if reply.status == 206 else "wb", buffering=0)
+                with file:
                     begin = file.tell()
                     while chunk := reply.read(1 << 16):
-                        file.write(chunk)
+                        write_all(file, chunk, part)
                     got = file.tell() - begin
-                    file.flush()
                     os.fsync(file.fileno())
             if length is not None and got < int(length):
                 raise ConnectionError(f"cut off after {got} of {length} bytes")
-        except (urllib.error.URLError, TimeoutError, ConnectionError, OSError) as error:
+        except (OSError, http.client.HTTPException) as error:  # URLError and timeouts are OSErrors
             reason = f"{getattr(error, 'reason', error)}"
             if isinstance(error, urllib.error.HTTPError):
                 reason = f"HTTP {error.code}"
@@ -93,6 +103,17 @@ def download(url, path, algorithm, expected, tries=3, timeout=20):
                     "in a folder given with --data-dir")
 
 
+@contextlib.contextmanager
+def alone():
+    """The cache to oneself: of two runs that start at once on a new machine, the second waits for the first one's download."""
+    with writing(CACHE):
+        CACHE.mkdir(parents=True, exist_ok=True)
+        lock = open(CACHE / ".lock", "a")
+    with lock:
+        lock_file(lock, CACHE, wait=True)
+        yield
+
+
 def find_file(name, url, algorithm, expected, data_dir):
     """The path of a checked data file: in data_dir, else in the cache, else downloaded into the cache."""
     for folder in filter(None, (data_dir, CACHE)):
@@ -104,8 +125,11 @@ def find_file(name, url, algorithm, expected, data_dir):
                 if folder == data_dir:
                     raise UserError(f"{path} is not the expected file: {algorithm} {found[:12]}..., expected "
                                     f"{expected[:12]}...; remove it or give another --data-dir (your file is not changed)")
-    download(url, CACHE / name, algorithm, expected)
-    return CACHE / name
+    path = CACHE / name
+    with alone():
+        if not path.is_file() or checksum(path.read_bytes(), algorithm) != expected:
+            download(url, path, algorithm, expected)
+    return path
 
 
 def load_text(dataset, data_dir=None):
@@ -238,17 +262,22 @@ def load_cifar(data_dir=None):
     found = next((folder for folder in folders if list(folder.glob("data_batch_*.bin"))), None)
     if found is None:
         import tarfile
-        archive = CACHE / CIFAR[0]
+        found, unpacked = CACHE / "cifar-10-batches-bin", CACHE / "cifar-10-batches-bin.tmp"
         try:
-            download(CIFAR[1], archive, *CIFAR[2:], timeout=60)
+            archive = find_file(*CIFAR, data_dir)
         except UserError as error:
             raise UserError(f"{error}, or the files data_batch_*.bin and test_batch.bin themselves") from error
-        found = CACHE / "cifar-10-batches-bin"
-        with tarfile.open(archive) as tar:
-            for member in tar.getmembers():
-                name = pathlib.PurePosixPath(member.name).name
-                if member.isfile() and name.endswith("_batch.bin") or name.startswith("data_batch_"):
-                    write_atomic(found / name, tar.extractfile(member).read())
+        with alone():
+            if not found.exists():
+                with writing(unpacked):
+                    unpacked.mkdir(exist_ok=True)
+                with tarfile.open(archive) as tar:
+                    for member in tar.getmembers():
+                        name = pathlib.PurePosixPath(member.name).name
+                        if member.isfile() and (name == "test_batch.bin" or name.startswith("data_batch_")):
+                            write_atomic(unpacked / name, tar.extractfile(member).read())
+                with writing(found):  # all of them or none: half of them would be trained on as if they were all
+                    os.replace(unpacked, found)
     batches = sorted(found.glob("data_batch_*.bin"))
     if not (found / "test_batch.bin").exists():
         raise UserError(f"{found} has {len(batches)} training batches but no test_batch.bin: put it there")

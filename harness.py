@@ -10,6 +10,7 @@ resume, and an evaluation more or less changes no training number.
 import argparse
 import contextlib
 import hashlib
+import io
 import json
 import math
 import os
@@ -33,14 +34,17 @@ class UserError(Exception):
 
 
 def run_main(main):
-    """main(), with a UserError as one line on stderr and exit code 2; --debug shows the traceback."""
+    """main(); what the user can mend, as one line on stderr and exit code 2, and Ctrl-C with 130; --debug shows tracebacks."""
     try:
         main()
-    except UserError as error:
+    except (UserError, OSError, torch.OutOfMemoryError, KeyboardInterrupt) as error:
         if "--debug" in sys.argv:
             raise
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        line = f"error: {error}".splitlines()[0]
+        if interrupted := isinstance(error, KeyboardInterrupt):
+            line = str(error) or "interrupted: go on with the same command and --resume --out FOLDER"
+        print(line, file=sys.stderr)
+        sys.exit(130 if interrupted else 2)  # 130: 128 + SIGINT, what a shell expects
 
 
 @contextlib.contextmanager
@@ -53,17 +57,29 @@ def writing(path):
                         "another folder with --out") from error
 
 
-def write_atomic(path, data):
-    """Bytes into a temporary file beside path, flushed, then renamed: path holds the old or the new, never a part."""
-    path = pathlib.Path(path)
-    temporary = path.with_name(path.name + ".tmp")
+def write_all(file, data, path):
+    """All of data into an unbuffered file: a full disk is met here, not when the file is closed, and cuts no line short."""
     with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        while data:
+            data = data[file.write(data):]
+
+
+def write_atomic(path, data, before=None):
+    """Bytes into a temporary file beside path, flushed, then renamed: path holds the old or the new, never a part.
+    before(temporary) is called between the two. The temporary name is this process's own: shards share a folder."""
+    path = pathlib.Path(path)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with writing(path):
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            if before:
+                before(temporary)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)  # gone already, if all went well
 
 
 def write_json(path, value):
@@ -205,7 +221,7 @@ def open_folder(out, resume, default, shard=""):
     """(folder, lock) of a command, locked against a second writer until the lock is dropped or the process ends.
 
     A folder that already holds a run is refused without --resume. With no --out, a new folder runs/<default>-<k>. The
-    shards of one sweep share a folder: each has a lock of its own.
+    shards of one sweep share a folder and its lock; train() locks the runs below it one by one.
     """
     if out is None:
         if resume:
@@ -216,41 +232,52 @@ def open_folder(out, resume, default, shard=""):
         raise UserError(f"{out} already holds a run: add --resume to go on with it, or choose another --out")
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
-        lock = open(out / f".lock{shard.replace('/', '-of-')}", "w")
+        lock = open(out / ".lock", "a")
+    lock_file(lock, out, shared=bool(shard))
+    return out, lock  # the caller keeps the lock alive
+
+
+def lock_file(file, folder, shared=False, wait=False):
+    """Lock an open file until it is closed or the process ends, however it ends. UserError when another has the lock."""
     try:
         import fcntl
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system drops it when the process ends, however it ends
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
     except ImportError:
         pass  # Windows has no flock: two runs in one folder are not caught there
     except OSError as error:
-        raise UserError(f"another run is writing to {out}: wait for it, or choose another --out") from error
-    return out, lock  # the caller keeps the lock alive
+        file.close()
+        raise UserError(f"another run is writing to {folder}: wait for it, or choose another --out") from error
+
+
+def write_config(out, config, args, device):
+    """config.json, what was asked for and where, once: --resume leaves the first. UserError when it is not a run's."""
+    path = out / "config.json"
+    if not path.exists():
+        write_json(path, {**config, "options": {k: str(v) for k, v in vars(args).items()}, "environment": environment(device)})
+    elif "options" not in (found := read_json(path)) or "environment" not in found:
+        raise UserError(f"{path} is not a run's: it is kept; choose another --out")
 
 
 def save_checkpoint(folder, state):
     """Atomically; the one before it stays as checkpoint.prev.pt, and the new one is read back before it takes over."""
-    path, temporary = folder / "checkpoint.pt", folder / "checkpoint.pt.tmp"
-    with writing(path):
-        with open(temporary, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
+    path, data = folder / "checkpoint.pt", io.BytesIO()
+    torch.save(state, data)  # in memory: torch's own writer turns a full disk into a RuntimeError without a reason
+
+    def keep(temporary):
         torch.load(temporary, map_location="cpu", weights_only=True)
         if path.exists():
             os.replace(path, folder / "checkpoint.prev.pt")
-        os.replace(temporary, path)
+    write_atomic(path, data.getbuffer(), keep)
 
 
 def load_checkpoint(folder, header):
-    """The newest readable checkpoint of this header, or None. Tensors and plain values only; no code is run.
+    """The newest readable checkpoint of this header, None where there is none. Tensors and plain values only; no code is run.
 
-    A broken newest file falls back to the one before it and says so. UserError when it was made with another header,
-    naming the entry and the two values.
+    A broken newest file falls back to the one before it and says so. UserError when none of them can be read, or when it
+    was made with another header, naming the entry and the two values.
     """
-    for name in ("checkpoint.pt", "checkpoint.prev.pt"):
-        path = folder / name
-        if not path.exists():
-            continue
+    paths = [path for name in ("checkpoint.pt", "checkpoint.prev.pt") if (path := folder / name).exists()]
+    for path in paths:
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
             found = state["header"]
@@ -259,6 +286,8 @@ def load_checkpoint(folder, header):
             continue
         require_same(path, found, header)
         return state
+    if paths:
+        raise UserError(f"no checkpoint in {folder} can be read: move the folder away to train it again")
     return None
 
 
@@ -266,8 +295,22 @@ def require_same(path, found, header):
     """UserError at the first entry of header in which found, the header of the file at path, differs."""
     for key in header:
         if found.get(key) != header[key]:
-            raise UserError(f"{path} was made with {key} = {found.get(key)!r}, this run has {header[key]!r}: use the same "
-                            "settings, or another --out")
+            theirs, ours = repr(found.get(key)), repr(header[key])
+            at = max(0, len(os.path.commonprefix((theirs, ours))) - 20)  # of a long vocabulary, where they differ
+            raise UserError(f"{path} was made with {key} = {shorten(theirs, at)}, this run has {shorten(ours, at)}: use the "
+                            "same settings, or another --out")
+
+
+def shorten(text, at):
+    return text if len(text) < 100 else "..." * (at > 0) + text[at:at + 60] + "..."
+
+
+def bare(model):
+    """The module inside torch.compile's and data parallel wrappers: a checkpoint names its parameters without them."""
+    while inner := getattr(model, "_orig_mod", None) or (
+            model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else None):
+        model = inner
+    return model
 
 
 # ------------------------------------------------------------------------------------------- progress and loop
@@ -333,20 +376,32 @@ def learning_rate(step, steps, peak, warmup):
     return peak * min(1, (step + 1) / warmup) * (0.1 + 0.45 * (1 + math.cos(math.pi * step / steps)))
 
 
-def first_bad(model):
-    """The first parameter whose gradient is not finite, for the message."""
-    for name, p in model.named_parameters():
-        if p.grad is not None and not p.grad.isfinite().all():
-            return f"first in the gradient of {name}"
-    return "in the loss alone"
+@torch.no_grad()
+def first_bad(model, inputs, targets):
+    """The layer where numbers stop being finite: forward, the first output; else backward, the last gradient by order."""
+    bad = []
+
+    def look(name):
+        def hook(module, _, output):
+            tensors = [x for x in (output if isinstance(output, tuple) else (output,)) if torch.is_tensor(x)]
+            if not all(x.isfinite().all() for x in tensors):
+                bad.append(f"first in the output of {name}")
+        return hook
+    hooks = [module.register_forward_hook(look(name)) for name, module in model.named_modules() if name]
+    model(inputs, targets)
+    for hook in hooks:
+        hook.remove()
+    bad += [f"first in the gradient of {name}" for name, p in reversed(list(model.named_parameters()))
+            if p.grad is not None and not p.grad.isfinite().all()]
+    return bad[0] if bad else "in the loss alone"
 
 
 def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device, dtype, evaluate, eval_every,
           warmup=100, clip=1.0, every=None, compile=False, progress, label):
     """Train model for `steps`; returns the result, also left in folder/result.json, and skips what is done.
 
-    batch(step) -> (inputs, targets); model(inputs, targets) -> (_, loss). evaluate(model) -> dict, every eval_every steps
-    and at the end, where a checkpoint is saved too. every(step, inputs) -> dict or None runs before each step, outside
+    batch(step) -> (inputs, targets); model(inputs, targets) -> (_, loss). evaluate(model) -> dict with val_loss, every
+    eval_every steps and at the end, where a checkpoint is saved too. every(step, inputs) -> dict or None runs before each step, outside
     autograd and compilation, and what it returns is logged. header: plain values that a checkpoint must share with the run
     that resumes it.
     On a CPU a stopped and resumed run is bit-equal to an unbroken one. Diverged runs end with diverged = True.
@@ -358,14 +413,15 @@ def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     saved = load_checkpoint(folder, header)
-    model.to(device)
+    forward, model = model.to(device), bare(model)
     if saved is not None:
         model.load_state_dict(saved["model"])
     if result_path.exists():
         result = read_json(result_path)
         require_same(result_path, result["header"], header)
-        progress.advance(f"{label}: done before", steps)
-        return result
+        if result["diverged"] or saved is not None and saved["step"] == steps:  # else the model is not the result's
+            progress.advance(f"{label}: done before", steps)
+            return result
     optimizer = make_optimizer(model, lr, weight_decay, device)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     begin, evaluations, log_bytes = 0, [], 0
@@ -373,7 +429,7 @@ def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device
         optimizer.load_state_dict(saved["optimizer"])
         scaler.load_state_dict(saved["scaler"])
         begin, evaluations, log_bytes = saved["step"], saved["evaluations"], saved["log_bytes"]
-    forward = torch.compile(model) if compile else model
+    forward = torch.compile(forward) if compile else forward
     pending, seconds, diverged = [], 0.0, None  # pending: losses stay on the device until they are written
 
     def flush():
@@ -384,12 +440,12 @@ def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device
         rows = [{"step": at, "loss": loss, "grad_norm": norm, **(extra or {})}
                 for (at, _, _, extra), (loss, norm) in zip(pending, values)]
         pending.clear()
-        with writing(log_path):
-            log.write("".join(json.dumps(finite(row)) + "\n" for row in rows).encode())
+        write_all(log, "".join(json.dumps(finite(row)) + "\n" for row in rows).encode(), log_path)
         for row in rows:
             if not math.isfinite(row["loss"]) or not (math.isfinite(row["grad_norm"]) or scaler.is_enabled()):
-                raise Diverged(f"step {row['step']}: loss {row['loss']}, gradient norm {row['grad_norm']}, "
-                               f"{first_bad(model)}")
+                late = f"seen {step - row['step']} steps later: the layer is not known"  # on a GPU; on a CPU at once
+                where = first_bad(model, inputs, targets) if step == row["step"] else late
+                raise Diverged(f"step {row['step']}: loss {row['loss']}, gradient norm {row['grad_norm']}, {where}")
 
     def save(at):
         with writing(log_path):
@@ -403,14 +459,25 @@ def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device
         with torch.no_grad(), torch.autocast(device.type, dtype, enabled=dtype is not None):
             evaluations.append({"step": at, **evaluate(model)})
         model.train()
+        if not math.isfinite(evaluations[-1]["val_loss"]):
+            raise Diverged(f"step {at}: validation loss {evaluations[-1]['val_loss']}")
 
     with writing(log_path):
-        log = open(log_path, "ab", buffering=0)  # so that a full disk is met in flush(), not when the file is closed
-        log.truncate(log_bytes)  # what was logged after the checkpoint is logged again
+        log = open(log_path, "ab", buffering=0)
+    lock_file(log, folder)
+    if log.tell() < log_bytes:
+        log.close()
+        raise UserError(f"{log_path} is shorter than when the checkpoint beside it was saved: its lines are lost; move "
+                        f"{folder} away to train it again")
     with log, Interrupts() as interrupts:
-        if begin == 0:
-            look(0)
+        with writing(log_path):
+            log.truncate(log_bytes)  # what was logged after the checkpoint is logged again
+        for stale in folder.glob("*.tmp"):  # of a process that was killed while it wrote
+            stale.unlink()
+        step = begin
         try:
+            if begin == 0:
+                look(0)
             for step in range(begin, steps):
                 started = time.perf_counter()
                 inputs, targets = batch(step)
@@ -438,16 +505,19 @@ def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device
                     if due:
                         look(step + 1)
                     save(step + 1)
-                if interrupts.stop and not last:
-                    raise UserError(f"interrupted at step {step + 1} of {label}; go on with the same command and "
-                                    f"--resume --out {folder.parent}")
+                if interrupts.stop:
+                    raise KeyboardInterrupt(f"interrupted at step {step + 1} of {label}: go on with the same command and "
+                                            f"--resume --out {folder.parent}")
         except Diverged as error:
             diverged = str(error)
             print(f"{label} diverged at {diverged}; the last good checkpoint is kept", file=sys.stderr)
             progress.advance(label, steps - step)
     rows = [json.loads(line) for line in log_path.read_text().splitlines()]
+    losses = [row["loss"] for row in rows] or [None]
+    best = min(((each["val_loss"], each["step"]) for each in evaluations if math.isfinite(each["val_loss"])), default=None)
     result = {"header": header, "diverged": diverged is not None, "diverged_at": diverged, "steps": steps,
-              "train_loss_first": rows[0]["loss"], "train_loss_last": rows[-1]["loss"],
+              "train_loss_first": losses[0], "train_loss_last": losses[-1],
+              "best": best and {"val_loss": best[0], "step": best[1]},
               "grad_norms": [row["grad_norm"] for row in rows], "evaluations": evaluations}
     if begin < steps:  # else the run was stopped between its last checkpoint and this line: its time is not known
         write_json(folder / "timing.json", {"steps": steps - begin, "seconds_per_step": seconds / (steps - begin)})
@@ -456,7 +526,10 @@ def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device
 
 
 def read_json(path):
-    return json.loads(pathlib.Path(path).read_text())
+    try:
+        return json.loads(pathlib.Path(path).read_text())
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}): move it away, and --resume makes it again") from error
 
 
 def spread(rows, key):
@@ -498,7 +571,14 @@ def table(rows, columns):
 
 
 def figure_axes(columns, height=3.4):
-    """A matplotlib figure and its axes; figure.savefig draws it without a display."""
+    """A matplotlib figure and its axes; save_figure draws it without a display."""
     from matplotlib.figure import Figure
     figure = Figure(figsize=(4.2 * columns, height), layout="constrained")
     return figure, figure.subplots(1, columns)
+
+
+def save_figure(figure, path):
+    """As PNG, atomically."""
+    data = io.BytesIO()
+    figure.savefig(data, dpi=110, format="png")
+    write_atomic(path, data.getbuffer())

@@ -143,7 +143,7 @@ def embedding_robustness(model, ids, targets):
 
 
 def run_all(args, out, device, dtype, header, make_model, batch, evaluate, embed, final):
-    """All runs of this shard; rows of those that are done.
+    """All runs of this shard, each with its row.json.
 
     make_model(**options) -> model; batch(step, seed) -> (inputs, targets); evaluate(model) -> dict for the curve;
     embed(model) -> embedded evaluation tokens (B, T, d); final(model) -> dict of what is measured at the end.
@@ -164,9 +164,6 @@ def run_all(args, out, device, dtype, header, make_model, batch, evaluate, embed
     for arm, h, gamma, seed in mine:
         name = name_of(arm, h, gamma, seed)
         folder = out / name
-        if (folder / "row.json").exists():
-            progress.advance(f"{name}: done before", steps[arm])
-            continue
         torch.manual_seed(seed)
         model = make_model(**model_options(arm, args, seed, h, gamma))
         lr = harness.peak_lr(args, arm, None)
@@ -176,9 +173,11 @@ def run_all(args, out, device, dtype, header, make_model, batch, evaluate, embed
                         dropout=args.dropout, layers=args.layers, dim=args.dim, heads=args.heads, batch=args.batch),
             device=device, dtype=dtype, eval_every=args.eval_every, compile=args.compile, progress=progress, label=name,
             evaluate=lambda model: evaluate(model) | metrics.by_layer(model.states(embed(model))))
+        if (folder / "row.json").exists():
+            continue
         norms = [g for g in result["grad_norms"][steps[arm] // 2:] if g is not None]
         row = dict(arm=arm, seed=seed, h=h, gamma=gamma, lr=lr, steps=steps[arm], **flops[arm], diverged=result["diverged"],
-                   train_loss=result["train_loss_last"])
+                   train_loss=result["train_loss_last"], best=result["best"])
         if not result["diverged"]:
             model.eval()
             stats = metrics.grad_norm_stats(norms)
@@ -196,6 +195,11 @@ def run_all(args, out, device, dtype, header, make_model, batch, evaluate, embed
             row["loss_curve"] = [sum(part) / len(part) for part in (curve[i:i + 10] for i in range(0, len(curve), 10))]
         harness.write_json(folder / "row.json", row)
     progress.close()
+
+
+def finished(args, out):
+    """Rows of the runs that are done, of all shards, and whether these are all."""
+    todo = points(args)
     paths = [out / name_of(*point) / "row.json" for point in todo]
     left = sum(not path.exists() for path in paths)
     if left:
@@ -242,11 +246,12 @@ def experiment(args, device, dtype, name, columns, metric, unit_, robust, header
     """
     out, lock = harness.open_folder(args.out, args.resume, name + ("-sweep" if args.sweep else ""), args.shard or "")
     command = " ".join(["python", *(word for word in sys.argv if word != "--resume")])
-    if not (out / "config.json").exists():
-        harness.write_json(out / "config.json", {"command": command, "options": {k: str(v) for k, v in vars(args).items()},
-                                                 "environment": harness.environment(device)})
     with lock:
-        rows, complete = run_all(args, out, device, dtype, header, **parts)
+        harness.write_config(out, {"command": command}, args, device)
+        run_all(args, out, device, dtype, header, **parts)
+    turn = open(out / ".turn", "a")  # shards that end together make the table one after the other, the last one with all rows
+    harness.lock_file(turn, out, wait=True)
+    rows, complete = finished(args, out)
     groups = {}
     for row in rows:
         groups.setdefault((row["arm"], row["h"], row["gamma"]), []).append(row)
@@ -269,6 +274,7 @@ def experiment(args, device, dtype, name, columns, metric, unit_, robust, header
     for verdict in verdicts:
         print(f"{verdict['verdict']:>13}: {verdict['claim']} ({verdict['measured']})")
     print(f"results in {out}")
+    turn.close()
 
 
 def draw(out, rows, table, label, metric):
@@ -302,5 +308,4 @@ def draw(out, rows, table, label, metric):
         axes[2].legend(fontsize=5)
     axes[2].set(ylabel=f"{label} (mean{' and s.d.' if len(done) == len(lines) else ''} over seeds)")
     axes[0].legend(fontsize=7)
-    with harness.writing(out):
-        figure.savefig(out / f"{metric}.png", dpi=110)
+    harness.save_figure(figure, out / f"{metric}.png")

@@ -1,7 +1,7 @@
 """
 All tests, from mathematics and known answers. No network; two CPU cores.
 
-    $ pytest test_all.py            # under 3 minutes
+    $ pytest test_all.py            # under two minutes
     $ pytest test_all.py -m slow    # and what is slow by nature: 20 kills, long sequences, many seeds
 """
 import argparse
@@ -9,18 +9,21 @@ import copy
 import functools
 import importlib
 import importlib.util
+import io
 import json
 import math
+import multiprocessing
 import os
 import pathlib
 import random
 import re
+import runpy
 import shutil
 import signal
 import struct
-import subprocess
 import sys
 import time
+import traceback
 import types
 
 import numpy as np
@@ -55,7 +58,6 @@ import symmetric_ablation  # noqa: E402
 import torsion  # noqa: E402
 
 HERE = pathlib.Path(__file__).parent
-ENV = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 torch.set_num_threads(1)  # many small problems: a second thread costs more than it brings
 
 
@@ -64,10 +66,84 @@ def tokens(*shape, seed=0, dtype=torch.float64):
     return unit(torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype))
 
 
-def script(*args, cwd=HERE, timeout=170, **env):
-    """Run a script of the project as a user would."""
-    return subprocess.run([sys.executable, *map(str, args)], cwd=cwd, env={**ENV, **env}, capture_output=True, text=True,
-                          timeout=timeout)
+class Children:
+    """Scripts of the project in processes of their own, for kills, signals and exit codes.
+
+    They are forked from a process that was itself forked before the first test ran (autograd can't be used in a fork of a
+    process that used it), so that none has to import torch again.
+    """
+
+    def __init__(self):
+        self.pipe, pipe = multiprocessing.Pipe()
+        self.server = os.fork()
+        if self.server == 0:
+            self.pipe.close()
+            self.serve(pipe)
+        pipe.close()
+
+    def serve(self, pipe):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        while True:
+            try:
+                request = pipe.recv()
+            except EOFError:
+                os._exit(0)
+            if isinstance(request, int):  # a process id: the exit code, or None while it runs
+                pid, status = os.waitpid(request, os.WNOHANG)
+                pipe.send(os.waitstatus_to_exitcode(status) if pid else None)
+            elif pid := os.fork():
+                pipe.send(pid)
+            else:
+                self.run(*request)
+
+    def run(self, folder, argv, before):
+        os.setpgid(0, 0)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.chdir(folder)
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(os.open(f"{folder}.{name}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC), number)
+            setattr(sys, name, open(number, "w", buffering=1))
+        sys.argv, code = [pathlib.Path(argv[0]).name, *argv[1:]], 0
+        try:
+            if before:
+                before[0](*before[1:])
+            runpy.run_path(str(HERE / argv[0]), run_name="__main__")
+        except SystemExit as stop:
+            code = stop.code or 0
+        except BaseException:  # as the interpreter does with what nobody caught
+            traceback.print_exc()
+            code = 1
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
+
+    def ask(self, request):
+        self.pipe.send(request)
+        return self.pipe.recv()
+
+    def start(self, folder, *argv, before=None):
+        """A running child in this working directory; its output goes to <folder>.stdout and .stderr. before: (function,
+        arguments...) to call there first."""
+        folder.mkdir(exist_ok=True)
+        return types.SimpleNamespace(pid=self.ask((str(folder), [*map(str, argv)], before)), folder=str(folder))
+
+    def wait(self, child):
+        """.returncode, .stdout and .stderr of a child at its end."""
+        while (code := self.ask(child.pid)) is None:
+            time.sleep(0.01)
+        return types.SimpleNamespace(returncode=code, **{name: pathlib.Path(f"{child.folder}.{name}").read_text()
+                                                         for name in ("stdout", "stderr")})
+
+    def __call__(self, folder, *argv, before=None):
+        return self.wait(self.start(folder, *argv, before=before))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def children():
+    harness.figure_axes(1)[0].savefig(io.BytesIO())  # now, or each of them would import matplotlib
+    children = Children()
+    yield children
+    children.pipe.close()
+    os.waitpid(children.server, 0)
 
 
 def run_main(main, *argv):
@@ -570,6 +646,40 @@ def test_perturbation_robustness_on_a_linear_loss():
 
 # ------------------------------------------------------------------------------------ harness.py: data and text
 
+def make_corpora(folder):
+    """Some prose, WikiText-2's three files, and CIFAR-10's binary layout, all small."""
+    prose = data.load_text("pydoc").text[:12_000]
+    (folder / "cifar-10-batches-bin").mkdir(parents=True)
+    (folder / "prose.txt").write_text(prose)
+    for part in ("train", "valid", "test"):
+        (folder / f"{part}.txt").write_text(f" = {part} = \n{prose[:3000]}")
+    rng = torch.Generator().manual_seed(0)
+    for name in ("data_batch_1.bin", "data_batch_3.bin", "test_batch.bin"):
+        records = torch.randint(256, (50, 3073), generator=rng, dtype=torch.uint8)
+        records[:, 0] %= 10
+        records.numpy().tofile(folder / "cifar-10-batches-bin" / name)
+
+
+@pytest.fixture
+def prose(small_data):
+    return str(small_data / "prose.txt")
+
+
+def offline(folder, patch):
+    """No network, no cache, and make_corpora's WikiText-2 taken for the real one."""
+    def no_network(url, *_, **__):
+        raise harness.UserError(f"could not download {url}: no network")
+
+    def no_encoding(name):
+        raise OSError("no network")
+    patch.setattr(data, "CACHE", folder / "cache")
+    patch.setattr(data, "download", no_network)
+    patch.setattr("tiktoken.get_encoding", no_encoding)
+    patch.setenv("TIKTOKEN_CACHE_DIR", str(folder / "cache"))
+    patch.setitem(data.SOURCES, "wikitext-2", [(f"{part}.txt", "", "sha256", data.checksum(
+        (folder / f"{part}.txt").read_bytes(), "sha256")) for part in ("train", "valid", "test")])
+
+
 def sources(monkeypatch, tmp_path, url, content):
     """One data set of the project's, served by a local server instead of its own."""
     monkeypatch.setattr(data, "CACHE", tmp_path / "cache")
@@ -705,62 +815,115 @@ def test_generators_are_separate():
 
 # --------------------------------------------------------------------------------- harness.py: runs and resuming
 
-RUN = ["train_charlm.py", "--quick", "--dataset", "pydoc", "--arms", "consensus-qkv", "--eval-every", "4", "--seeds", "2"]
-EQUAL = ("summary.json", *(f"consensus-qkv-seq32-seed{s}/{name}" for s in (0, 1) for name in ("metrics.jsonl", "result.json")))
+COMMANDS = {
+    "charlm": ["train_charlm.py", "--arms", "consensus-qkv", "--noise", "tangent", "--control-every", "3", "--sample", "20",
+               "--seeds", "2", "--steps", "9", "--eval-every", "3"],
+    "eta": ["train_charlm.py", "--eta", "0.3", "3", "--steps", "4", "--eval-every", "2"],
+    "wikitext": ["train_wikitext.py", "--arms", "dropout", "tangent", "--steps", "6", "--eval-every", "2"],
+    "cifar": ["train_cifar_patches.py", "--arms", "dropout", "isotropic", "--steps", "4", "--eval-every", "2", "--batch", "4"],
+}
+
+
+def prepare(folder, die_at=0):
+    """In a child: small data and no network; kill -9 at the die_at-th call that makes a file durable or names it."""
+    offline(folder, pytest.MonkeyPatch())
+    left = [die_at]
+
+    def dying(real):
+        def call(*args):
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args)
+        return call
+    os.fsync, os.replace = dying(os.fsync), dying(os.replace)
+
+
+class Runs:
+    """One command of a trainer: not stopped, and stopped as often as one likes."""
+
+    def __init__(self, children, folder, name):
+        self.children, self.folder, self.name, self.whole = children, folder, name, folder / "whole"
+        make_corpora(folder)
+        began = time.monotonic()
+        done = children(self.whole, *self.argv(self.whole), before=(prepare, folder))
+        assert done.returncode == 0, done.stderr
+        self.seconds = time.monotonic() - began
+
+    def argv(self, folder):
+        dataset = ["--dataset", self.folder / "prose.txt"] * (self.name in ("charlm", "eta"))
+        return [*COMMANDS[self.name], "--quick", *dataset, "--data-dir", self.folder, "--out", "out",
+                *["--resume"] * (folder / "out/config.json").exists()]
+
+    def kill(self, folder, after=None, die_at=0):
+        """A run that gets kill -9 after so many seconds or at the die_at-th such call; False if it ended before."""
+        child = self.children.start(folder, *self.argv(folder), before=(prepare, self.folder, die_at))
+        if after is not None:
+            time.sleep(after)
+            os.kill(child.pid, signal.SIGKILL)
+        code = self.children.wait(child).returncode
+        assert code in (0, -signal.SIGKILL), pathlib.Path(f"{folder}.stderr").read_text()
+        return code != 0
+
+    def finish(self, folder):
+        """Resume to the end: all files but the times are those of the run that nobody stopped."""
+        done = self.children(folder, *self.argv(folder), before=(prepare, self.folder))
+        assert done.returncode == 0, done.stderr
+        names = lambda out: {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file() and path.name != "timing.json"}
+        for stale in (folder / "out").glob("*.tmp"):  # of a kill during the write: those of the runs are removed
+            stale.unlink()
+        assert names(folder / "out") == names(self.whole / "out")
+        for name in names(self.whole / "out"):
+            ours, theirs = folder / "out" / name, self.whole / "out" / name
+            if name.endswith(".pt"):
+                ours, theirs = (torch.load(path, weights_only=True) for path in (ours, theirs))
+                assert str(ours) == str(theirs), name  # printed tensors: shapes and first values
+                assert all(torch.equal(ours["model"][key], theirs["model"][key]) for key in theirs["model"])
+            else:
+                assert ours.read_bytes() == theirs.read_bytes(), name
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory):
-    """A run that nobody stopped, and how long it took."""
-    folder = tmp_path_factory.mktemp("unbroken")
-    began = time.monotonic()
-    done = script(HERE / RUN[0], *RUN[1:], "--out", "out", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return folder / "out", time.monotonic() - began
+def runs(children, tmp_path_factory):
+    """runs(name): made once."""
+    return functools.cache(lambda name: Runs(children, tmp_path_factory.mktemp(name), name))
 
 
-def assert_equal_runs(left, right):
-    for name in EQUAL:
-        assert (left / name).read_bytes() == (right / name).read_bytes(), name
-    for name in ("consensus-qkv-seq32-seed0", "consensus-qkv-seq32-seed1"):
-        a, b = (torch.load(out / name / "checkpoint.pt", weights_only=True) for out in (left, right))
-        assert a["step"] == b["step"] == 20
-        for key in a["model"]:
-            assert torch.equal(a["model"][key], b["model"][key]), key
-
-
-def killed_and_resumed(folder, moments, unbroken):
-    for moment in moments:
-        resume = ["--resume"] if (folder / "out" / "config.json").exists() else []
-        process = subprocess.Popen([sys.executable, HERE / RUN[0], *RUN[1:], "--out", "out", *resume], cwd=folder, env=ENV,
-                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        time.sleep(moment)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    resume = ["--resume"] if (folder / "out" / "config.json").exists() else []
-    done = script(HERE / RUN[0], *RUN[1:], "--out", "out", *resume, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert_equal_runs(unbroken[0], folder / "out")
-
-
-def test_killed_runs_resume_bit_equal(tmp_path, unbroken):
-    rng = random.Random(1)
-    killed_and_resumed(tmp_path, [unbroken[1] * rng.uniform(0.5, 1) for _ in range(3)], unbroken)
-
-
-def test_killed_after_the_last_checkpoint(tmp_path, unbroken):
-    shutil.copytree(unbroken[0], tmp_path / "out")
-    for name in ("summary.json", *(f"consensus-qkv-seq32-seed1/{f}.json" for f in ("result", "timing"))):
-        (tmp_path / "out" / name).unlink()
-    killed_and_resumed(tmp_path, [], unbroken)
+@pytest.mark.parametrize("name", ["charlm", "wikitext"])
+def test_killed_runs_resume_bit_equal(tmp_path, runs, name):
+    run, rng, folder = runs(name), random.Random(len(name)), tmp_path / "cut"
+    assert run.kill(folder, die_at=rng.randrange(1, 9))
+    for moment in range(2):
+        run.kill(folder, after=run.seconds * rng.uniform(0.2, 1))
+    run.finish(folder)
 
 
 @pytest.mark.slow
-def test_killed_twenty_times(tmp_path, unbroken):
-    rng = random.Random(2)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_killed_twenty_times(tmp_path, runs, name):
+    run, rng = runs(name), random.Random(2)
     for k in range(20):
-        (tmp_path / str(k)).mkdir()
-        killed_and_resumed(tmp_path / str(k), [unbroken[1] * rng.uniform(0.3, 1)], unbroken)
+        run.kill(tmp_path / str(k), after=run.seconds * rng.uniform(0, 1))
+        run.kill(tmp_path / str(k), after=run.seconds * rng.uniform(0, 1))
+        run.finish(tmp_path / str(k))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["charlm", "wikitext"])
+def test_killed_at_every_write(tmp_path, runs, name):
+    run, k = runs(name), 1
+    while run.kill(tmp_path / str(k), die_at=k):
+        run.finish(tmp_path / str(k))
+        k += 1
+    assert k > 30  # two runs, each with three checkpoints of four such calls, and their results
+
+
+def test_killed_after_the_last_checkpoint(tmp_path, runs):
+    run = runs("charlm")
+    shutil.copytree(run.whole, tmp_path / "cut")
+    for name in ("summary.json", *(f"consensus-qkv-seq32-seed1/{f}.json" for f in ("result", "timing"))):
+        (tmp_path / "cut/out" / name).unlink()
+    run.finish(tmp_path / "cut")
 
 
 def small_run(folder, steps=12, stop_at=None, every=4, seed=0, optimizer=None, compile=False, bad_step=None, **header):
@@ -789,14 +952,14 @@ def small_run(folder, steps=12, stop_at=None, every=4, seed=0, optimizer=None, c
     net = Net()
     result = harness.train(folder, net, batch, header, seed=seed, steps=steps, lr=0.01, weight_decay=0.1,
                            device=torch.device("cpu"), dtype=None, eval_every=every, compile=compile,
-                           evaluate=lambda m: {"weight": m.net[0].weight.sum().item()}, progress=harness.Progress(steps),
+                           evaluate=lambda m: {"val_loss": m.net[0].weight.sum().item()}, progress=harness.Progress(steps),
                            label="small")
     return net, result, seen
 
 
 def test_interrupt_saves_and_resume_repeats_no_batch(tmp_path):
     whole, result, _ = small_run(tmp_path / "whole")
-    with pytest.raises(harness.UserError, match="--resume"):
+    with pytest.raises(KeyboardInterrupt, match="--resume"):
         small_run(tmp_path / "cut", stop_at=5)
     net, again, seen = small_run(tmp_path / "cut")
     assert seen == [6, 7, 8, 9, 10, 11] and again == result
@@ -829,7 +992,8 @@ def test_checkpoints_hold_no_objects(tmp_path, capsys):
 
     (tmp_path / "run").mkdir()
     torch.save({"header": {}, "bomb": Bomb()}, tmp_path / "run/checkpoint.pt")
-    assert harness.load_checkpoint(tmp_path / "run", {}) is None
+    with pytest.raises(harness.UserError, match="no checkpoint in .* can be read"):
+        harness.load_checkpoint(tmp_path / "run", {})
     assert not (tmp_path / "pwned").exists() and "cannot be read" in capsys.readouterr().err
 
 
@@ -858,7 +1022,7 @@ def test_non_finite_loss_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_pa
 
 def test_compiled_run_resumes_without_compile(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda model, **_: torch._dynamo.optimize("eager")(model))
-    with pytest.raises(harness.UserError):
+    with pytest.raises(KeyboardInterrupt):
         small_run(tmp_path / "run", stop_at=5, compile=True)
     _, _, seen = small_run(tmp_path / "run")
     assert seen == [6, 7, 8, 9, 10, 11]
@@ -907,25 +1071,25 @@ def test_rope_consensus_demo(tmp_path, capsys):
         assert (abs(row["lanczos"] - row["exact"]) < 1e-9) != row["causal"]  # on a matrix that is not symmetric it is wrong
 
 
-def test_charlm_compare_end_to_end(tmp_path, capsys):
-    run_main(train_charlm.main, "--quick", "--dataset", "pydoc", "--arms", *ARMS, "--dtype", "bfloat16", "--seeds", "3",
-             "--steps", "6", "--prompt", "def", "--out", tmp_path / "out")
+def test_charlm_compare_end_to_end(tmp_path, prose, capsys):
+    run_main(train_charlm.main, "--quick", "--dataset", prose, "--arms", *ARMS, "--dtype", "bfloat16", "--seeds", "3",
+             "--steps", "4", "--sample", "20", "--prompt", "The", "--out", tmp_path / "out")
     output = capsys.readouterr().out
     assert "bfloat16 (asked for)" in output and "--- consensus-v" in output
     summary = json.loads((tmp_path / "out/summary.json").read_text())
-    assert len(set(summary["params"].values())) == 1 and summary["dataset"] == "pydoc"
+    assert len(set(summary["params"].values())) == 1 and summary["dataset"] == prose
     assert len(summary["runs"]) == 12 and len(summary["verdicts"]) == 3 and len(summary["samples"]) == 4
     for row in summary["runs"]:
         assert 2 < row["val_loss"] < 5 and len(row["diameter_by_layer"]) == 4
         assert row["arm"] == "standard" or 0 < row["lambda_max"] <= 1
-    assert all(s["text"].startswith("def") for s in summary["samples"])
+    assert all(s["text"].startswith("The") for s in summary["samples"])
     assert (tmp_path / "out/compare.png").stat().st_size < 150_000
 
 
 @pytest.mark.parametrize("control", [True, False])
-def test_charlm_eta_sweep_end_to_end(tmp_path, control):
-    run_main(train_charlm.main, "--eta", "0.3", "6", "--quick", "--dataset", "pydoc", "--out", tmp_path / "out",
-             *([] if control else ["--no-control"]))
+def test_charlm_eta_sweep_end_to_end(tmp_path, prose, control):
+    run_main(train_charlm.main, "--eta", "0.3", "6", "--quick", "--dataset", prose, "--out", tmp_path / "out", "--layers", "2",
+             "--seq", "16", "--steps", "6", "--control-every", "5", *([] if control else ["--no-control"]))
     summary = json.loads((tmp_path / "out/summary.json").read_text())
     assert all(abs(t["rel_error"]) < 0.01 for t in summary["toy"])
     low, high = summary["sweep"]
@@ -962,10 +1126,10 @@ def test_unwritable_out_is_refused(tmp_path, capsys):
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_user_errors_from_the_shell(tmp_path):
-    done = script("train_charlm.py", "--dataset", "nothing", "--control_every", "2", "--out", tmp_path / "out")
+def test_user_errors_from_the_shell(tmp_path, children):
+    done = children(tmp_path, "train_charlm.py", "--dataset", "nothing", "--control_every", "2")
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and done.stderr.startswith("error: --dataset nothing")
-    done = script("train_charlm.py", "--dataset", "nothing", "--debug")
+    done = children(tmp_path, "train_charlm.py", "--dataset", "nothing", "--debug")
     assert done.returncode != 0 and "Traceback" in done.stderr
 
 
@@ -1062,17 +1226,9 @@ def test_points_of_the_sweep_and_shards():
 
 @pytest.fixture
 def small_data(tmp_path, monkeypatch):
-    """CIFAR-10's layout and WikiText-2's files in small, and no network."""
-    folder = tmp_path / "data" / "cifar-10-batches-bin"
-    folder.mkdir(parents=True)
-    rng = torch.Generator().manual_seed(0)
-    for name in ("data_batch_1.bin", "data_batch_3.bin", "test_batch.bin"):
-        records = torch.randint(256, (50, 3073), generator=rng, dtype=torch.uint8)
-        records[:, 0] %= 10
-        records.numpy().tofile(folder / name)
-    monkeypatch.setattr(data, "CACHE", tmp_path / "cache")
-    monkeypatch.setattr(data, "download", lambda url, path, *_, **__: (_ for _ in ()).throw(
-        harness.UserError(f"could not download {url}: no network")))
+    """Small corpora in a folder, and no network."""
+    make_corpora(tmp_path / "data")
+    offline(tmp_path / "data", monkeypatch)
     return tmp_path / "data"
 
 
@@ -1090,23 +1246,23 @@ def test_cifar_end_to_end_and_its_resume(small_data, tmp_path, capsys):
         assert row["steps"] == (4 if row["arm"] == "isotropic" else 3)  # equal FLOPs: A x costs 17% at rank 32
         assert [e["step"] for e in row["evaluations"]] == [0, 2, row["steps"]] and len(row["evaluations"][1]["clusters_by_layer"]) == 3
         assert math.isclose(row["binomial"] ** 2, row["accuracy"] * (1 - row["accuracy"]) / 50, abs_tol=1e-9)
-    # stopped in the third run, after its checkpoint: the same rows in the end
-    real, calls = harness.save_checkpoint, []
+    # stopped after the checkpoint of step 2 and resumed: the same row
+    real = harness.save_checkpoint
 
     def stop(folder, state):
         real(folder, state)
-        calls.append(folder)
-        if len(calls) == 5:
-            raise KeyboardInterrupt
+        raise KeyboardInterrupt
+    options[options.index("--seeds") + 1] = "1"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(harness, "save_checkpoint", stop)
         run_main(train_cifar_patches.main, *options, "--out", tmp_path / "cut")
     run_main(train_cifar_patches.main, *options, "--out", tmp_path / "cut", "--resume")
-    assert json.loads((tmp_path / "cut/summary.json").read_text())["runs"] == summary["runs"]
+    assert json.loads((tmp_path / "cut/summary.json").read_text())["runs"] == summary["runs"][:2]
 
 
 def test_sweep_in_shards_ends_in_one_table(small_data, tmp_path, capsys):
     options = ["--quick", "--steps", "1", "--arms", "sphere", "tangent", "--sweep", "--data-dir", small_data, "--batch", "2",
+               "--dim", "8", "--heads", "1",
                "--out", tmp_path / "out"]
     run_main(train_cifar_patches.main, *options, "--shard", "0/2")
     assert "7 of 13 runs are done" in capsys.readouterr().out
@@ -1225,23 +1381,12 @@ def test_paired_verdicts():
     assert verdict([1.0, 1.1], [2.0, 2.1]) == "not decided" and verdict([None, 1, 1], [2, 2, 2]) == "not decided"
 
 
-def test_charlm_with_noise_trains_and_resumes(tmp_path, capsys):
-    options = ["--quick", "--dataset", "pydoc", "--steps", "6", "--eval-every", "3", "--sample", "0", "--arms", "standard"]
+def test_charlm_with_noise_trains(tmp_path, prose):
+    options = ["--quick", "--dataset", prose, "--steps", "6", "--eval-every", "3", "--sample", "0", "--arms", "standard"]
     run_main(train_charlm.main, *options, "--out", tmp_path / "none")
     run_main(train_charlm.main, *options, "--noise", "tangent", "--h", "0.1", "--out", tmp_path / "whole")
     log = "standard-seq32-seed0/metrics.jsonl"
     assert (tmp_path / "none" / log).read_text() != (tmp_path / "whole" / log).read_text()
-    # the noise's own state is in the checkpoint: stopped after step 3 and resumed, the same numbers
-    real = harness.save_checkpoint
-
-    def stop(folder, state):
-        real(folder, state)
-        raise KeyboardInterrupt
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(harness, "save_checkpoint", stop)
-        run_main(train_charlm.main, *options, "--noise", "tangent", "--h", "0.1", "--out", tmp_path / "cut")
-    run_main(train_charlm.main, *options, "--noise", "tangent", "--h", "0.1", "--out", tmp_path / "cut", "--resume")
-    assert (tmp_path / "cut" / log).read_bytes() == (tmp_path / "whole" / log).read_bytes()
 
 
 NOISE_FILE = pathlib.Path(nb.__file__)
@@ -1852,22 +1997,21 @@ def test_noise_verdict_rule():
     assert nb.judge(rises * torch.tensor([0.0] * 7 + [2.0])) == "no rise"  # one seed of eight: within 3 errors
 
 
-def test_noise_demo(tmp_path):
-    command = [sys.executable, str(NOISE_FILE), "--steps", "12", "--seeds", "4", "--tokens", "8", "--dim", "4", "--out",
-               str(tmp_path / "out"), "--gif", "--samples", "500", "--gamma", "0", "0.1"]
-    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"},
-                          capture_output=True, text=True)
+def test_noise_demo(tmp_path, children):
+    command = ["noise_block.py", "--steps", "3", "--seeds", "4", "--tokens", "8", "--dim", "4", "--out", "out", "--gif",
+               "--samples", "500", "--gamma", "0", "0.1"]
+    done = children(tmp_path, *command)
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "out" / "noise.json").read_text())
     assert 5000 < (tmp_path / "out" / "noise.png").stat().st_size < 150_000
     assert (tmp_path / "out" / "noise.gif").read_bytes()[:3] == b"GIF"
-    assert len(record["runs"]) == 12 and len(record["verdicts"]) == 4 and record["depths"] == [0, 1, 2, 5, 10, 12]
+    assert len(record["runs"]) == 12 and len(record["verdicts"]) == 4 and record["depths"] == [0, 1, 2, 3]
     for r in record["runs"]:
         assert f"{r['gamma']:g}" in done.stdout and r["verdict"] in done.stdout
         assert all(0 <= v <= 1 for key in ("antipodal", "aligned") for v in r[key]["mean"])
     assert sum(r["own_A"] for r in record["runs"]) == 4
     assert len(record["laws"]) == 10 and all(r["verdict"] == "holds" for r in record["laws"])
-    wrong = subprocess.run([*command, "-0.1"], cwd=tmp_path, capture_output=True, text=True)
+    wrong = children(tmp_path, *command, "-0.1")
     assert wrong.returncode == 2 and "Traceback" not in wrong.stderr
     assert wrong.stderr == "error: gamma must be finite and at least 0, not -0.1: 0 leaves out q\n"
 
@@ -2737,14 +2881,14 @@ def test_readme_numbers_stand_in_results():
     assert found > 300
 
 
-def test_readme_commands_parse_and_their_options_exist(capsys):
+def test_readme_commands_parse_and_their_options_exist(children, tmp_path, capsys):
     commands = set(re.findall(r"python ((?:geometry/)?\w+\.py)((?: [^`\n|&#]+)?)", README))
     assert {"train_charlm.py", "rope_consensus.py", "noise_block.py"} <= {name for name, _ in commands}
     helps = {}
     for name in {name for name, _ in commands}:
         main = getattr(importlib.import_module(pathlib.Path(name).stem), "main", None) if "all.py" not in name else None
         if main is None:
-            helps[name] = script(name, "--help").stdout
+            helps[name] = children(tmp_path / "help", name, "--help").stdout
         else:
             with pytest.raises(SystemExit):
                 run_main(main, "--help")

@@ -212,6 +212,7 @@ def run(args, data, out, progress, device, dtype, arm, seq, seed, eta=None):
     stats = metrics.grad_norm_stats(norms)
     row = dict(arm=arm, seq=seq, seed=seed, lr=lr, eta=eta, diverged=result["diverged"],
                diverged_at=result["diverged_at"], start_loss=result["evaluations"][0]["val_loss"], val_loss=None,
+               best=result["best"],
                train_loss=result["train_loss_last"], grad_norm_mean=stats["mean"], grad_norm_var=stats["var"])
     if not result["diverged"]:
         row["val_loss"] = validation_loss(model.eval(), data.valid, seq, device)
@@ -274,8 +275,7 @@ def compare(args, data, out, device, dtype):
     right.axhline(math.pi, color="0.6", lw=1, label="pi, the most there is")
     right.set(xlabel="layer", ylabel="angular diameter D (radians)", ylim=(0, 3.4))
     left.legend(), right.legend()
-    with harness.writing(out):
-        figure.savefig(out / "compare.png", dpi=110)
+    harness.save_figure(figure, out / "compare.png")
     return {"runs": rows, "means": means, "samples": samples, "verdicts": verdicts}
 
 
@@ -369,8 +369,7 @@ def sweep(args, data, out, device, dtype):
     axes[2].plot(theory, [max(abs(1 - 2 * t), 0) for t in theory], color="0.6", label="fastest mode: |1 - eta lambda_max|")
     for axis in axes:
         axis.legend(fontsize=7)
-    with harness.writing(out):
-        figure.savefig(out / "sweep.png", dpi=110)
+    harness.save_figure(figure, out / "sweep.png")
     return {"toy": toy, "contraction": contraction, "standard": standard, "sweep": rows, "verdicts": verdicts}
 
 
@@ -395,12 +394,10 @@ def main():
     out, lock = harness.open_folder(args.out, args.resume, "charlm" if args.eta is None else "charlm-eta")
     command = " ".join(["python", *(word for word in sys.argv if word != "--resume")])
     config = {"command": command, "dataset": text.name, "params": params}
-    if not (out / "config.json").exists():
-        harness.write_json(out / "config.json", {**config, "options": {k: str(v) for k, v in vars(args).items()},
-                                                 "environment": harness.environment(device)})
     with lock:
+        harness.write_config(out, config, args, device)
         found = (compare if args.eta is None else sweep)(args, data, out, device, dtype)
-    harness.write_json(out / "summary.json", {**config, **found})
+        harness.write_json(out / "summary.json", {**config, **found})
     print()
     for verdict in found["verdicts"]:
         print(f"{verdict['verdict']:>13}: {verdict['claim']} ({verdict['measured']})")

@@ -78,8 +78,9 @@ def main():
                 "ppl_word": math.exp(nats * data.scored / data.words),
                 "bits_per_byte": metrics.bits_per_byte(nats, data.scored, data.bytes)}
 
+    columns = COLUMNS | {key: (f"{COLUMNS[key][0]} at {args.seq}", ".1f") for key in ("ppl_token", "ppl_word")}
     noise_arms.experiment(
-        args, device, dtype, name="wikitext", columns=COLUMNS, metric="val_loss", unit_="nats per token",
+        args, device, dtype, name="wikitext", columns=columns, metric="val_loss", unit_="nats per token",
         robust=("noise_0.3", "sign_0.03"),
         header=dict(dataset=text.name, data=text.sha256, encoding=encoding.name, vocab=data.vocab, seq=args.seq),
         make_model=make_model, batch=batch, evaluate=lambda model: {"val_loss": loss_of(model, 32)},

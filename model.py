@@ -93,11 +93,11 @@ class ConsensusBlock(nn.Module):
         self.eta = nn.Parameter(torch.full((dim,), float(eta_mlp)))
 
     def forward(self, x, tables):
-        x = self.attn(x, tables)
-        scale = (x.shape[-1] // self.heads) ** 0.5  # unit per head has channels of size 1/scale; the MLP sees size 1
-        u = self.down(F.gelu(self.up(x * scale)))
-        x, u, eta = (z.unflatten(-1, (self.heads, -1)) for z in (x, u, self.eta / scale))
-        return unit(x + eta * tangent(x, u)).flatten(-2)  # x <- normalize(x + eta P_x MLP(x))
+        x = self.attn.step(x.unflatten(-1, (self.heads, -1)), tables)
+        scale = x.shape[-1] ** 0.5  # unit per head has channels of size 1/scale; the MLP sees size 1
+        u = self.down(F.gelu(F.linear(x.flatten(-2), self.up.weight * scale))).view_as(x)
+        # x <- normalize(x + eta P_x MLP(x))
+        return unit(torch.addcmul(x, self.eta.view(x.shape[-2:]) / scale, tangent(x, u.to(x.dtype)))).flatten(-2)
 
 
 class Transformer(nn.Module):
@@ -137,11 +137,13 @@ class Transformer(nn.Module):
         """The blocks in the order they are applied: one block again and again where loop is set."""
         return [self.blocks[i % len(self.blocks)] for i in range(self.layers)]
 
+    def on_spheres(self, x):
+        """x (..., d), normalised on each sphere that a state is a product of."""
+        return unit(x.unflatten(-1, (self.spheres, -1))).flatten(-2) if self.spheres else x
+
     def start(self, x):
         """The first state of embedded tokens x (B, T, d), on its spheres, and the rotation tables, shared by all layers."""
-        if self.spheres:
-            x = unit(x.unflatten(-1, (self.spheres, -1))).flatten(-2)
-        return x, rope_tables(torch.arange(x.shape[-2], device=x.device), self.d_head)
+        return self.on_spheres(x), rope_tables(torch.arange(x.shape[-2], device=x.device), self.d_head)
 
     def read(self, x):
         """Embedded tokens (B, T, d) -> the last state, normalised for the head, (B, T, d)."""

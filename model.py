@@ -51,16 +51,16 @@ class StandardBlock(nn.Module):
 
     def attention(self, x, tables):
         # (B, T, 3d) -> three of (B, heads, T, d_head)
-        q, k, v = self.proj_in(self.norm_attn(x)).unflatten(-1, (3, self.heads, -1)).movedim(-3, 0).transpose(-2, -3)
+        q, k, v = self.proj_in(x).unflatten(-1, (3, self.heads, -1)).movedim(-3, 0).transpose(-2, -3)
         m = F.scaled_dot_product_attention(rotate(q, *tables), rotate(k, *tables), v, is_causal=self.causal)
         return self.dropout(self.proj_out(m.transpose(-2, -3).flatten(-2)))
 
     def mlp(self, x):
-        return self.dropout(self.down(F.gelu(self.up(self.norm_mlp(x)))))
+        return self.dropout(self.down(F.gelu(self.up(x))))
 
     def forward(self, x, tables):
-        x = x + self.attention(x, tables)
-        return x + self.mlp(x)
+        x = x + self.attention(self.norm_attn(x), tables)
+        return x + self.mlp(self.norm_mlp(x))
 
 
 class SphereBlock(StandardBlock):
@@ -73,10 +73,13 @@ class SphereBlock(StandardBlock):
             nn.init.normal_(layer.weight, std=layer.in_features ** -0.5)
 
     def forward(self, x, tables):
-        h = self.step * x.shape[-1] ** -0.5  # an update has channels of size 1, a unit row of size d^(-1/2)
-        x = unit(x + h * tangent(x, self.attention(x, tables)))  # x <- normalize(x + h P_x Attn(norm(x)))
-        x = unit(x + h * tangent(x, self.mlp(x)))
-        return x if self.noise is None else self.noise(x)
+        scale = x.shape[-1] ** 0.5  # norm(x) = scale * gain * x for unit rows
+        h = self.step / scale  # an update has channels of size 1, a unit row of size d^(-1/2)
+        m = self.attention(x * (scale * self.norm_attn.weight), tables)
+        x = unit(torch.add(x, tangent(x, m.to(x.dtype)), alpha=h))  # x <- normalize(x + h P_x Attn(norm(x)))
+        m = self.mlp(x * (scale * self.norm_mlp.weight))
+        x = torch.add(x, tangent(x, m.to(x.dtype)), alpha=h)
+        return unit(x) if self.noise is None else self.noise(x)  # which normalises first
 
 
 class ConsensusBlock(nn.Module):

@@ -51,16 +51,16 @@ class StandardBlock(nn.Module):
 
     def attention(self, x, tables):
         # (B, T, 3d) -> three of (B, heads, T, d_head)
-        q, k, v = self.proj_in(self.norm_attn(x)).unflatten(-1, (3, self.heads, -1)).movedim(-3, 0).transpose(-2, -3)
+        q, k, v = self.proj_in(x).unflatten(-1, (3, self.heads, -1)).movedim(-3, 0).transpose(-2, -3)
         m = F.scaled_dot_product_attention(rotate(q, *tables), rotate(k, *tables), v, is_causal=self.causal)
         return self.dropout(self.proj_out(m.transpose(-2, -3).flatten(-2)))
 
     def mlp(self, x):
-        return self.dropout(self.down(F.gelu(self.up(self.norm_mlp(x)))))
+        return self.dropout(self.down(F.gelu(self.up(x))))
 
     def forward(self, x, tables):
-        x = x + self.attention(x, tables)
-        return x + self.mlp(x)
+        x = x + self.attention(self.norm_attn(x), tables)
+        return x + self.mlp(self.norm_mlp(x))
 
 
 class SphereBlock(StandardBlock):
@@ -73,10 +73,13 @@ class SphereBlock(StandardBlock):
             nn.init.normal_(layer.weight, std=layer.in_features ** -0.5)
 
     def forward(self, x, tables):
-        h = self.step * x.shape[-1] ** -0.5  # an update has channels of size 1, a unit row of size d^(-1/2)
-        x = unit(x + h * tangent(x, self.attention(x, tables)))  # x <- normalize(x + h P_x Attn(norm(x)))
-        x = unit(x + h * tangent(x, self.mlp(x)))
-        return x if self.noise is None else self.noise(x)
+        scale = x.shape[-1] ** 0.5  # norm(x) = scale * gain * x for unit rows
+        h = self.step / scale  # an update has channels of size 1, a unit row of size d^(-1/2)
+        m = self.attention(x * (scale * self.norm_attn.weight), tables)
+        x = unit(torch.add(x, tangent(x, m.to(x.dtype)), alpha=h))  # x <- normalize(x + h P_x Attn(norm(x)))
+        m = self.mlp(x * (scale * self.norm_mlp.weight))
+        x = torch.add(x, tangent(x, m.to(x.dtype)), alpha=h)
+        return unit(x) if self.noise is None else self.noise(x)  # which normalises first
 
 
 class ConsensusBlock(nn.Module):
@@ -93,11 +96,11 @@ class ConsensusBlock(nn.Module):
         self.eta = nn.Parameter(torch.full((dim,), float(eta_mlp)))
 
     def forward(self, x, tables):
-        x = self.attn(x, tables)
-        scale = (x.shape[-1] // self.heads) ** 0.5  # unit per head has channels of size 1/scale; the MLP sees size 1
-        u = self.down(F.gelu(self.up(x * scale)))
-        x, u, eta = (z.unflatten(-1, (self.heads, -1)) for z in (x, u, self.eta / scale))
-        return unit(x + eta * tangent(x, u)).flatten(-2)  # x <- normalize(x + eta P_x MLP(x))
+        x = self.attn.step(x.unflatten(-1, (self.heads, -1)), tables)
+        scale = x.shape[-1] ** 0.5  # unit per head has channels of size 1/scale; the MLP sees size 1
+        u = self.down(F.gelu(F.linear(x.flatten(-2), self.up.weight * scale))).view_as(x)
+        # x <- normalize(x + eta P_x MLP(x))
+        return unit(torch.addcmul(x, self.eta.view(x.shape[-2:]) / scale, tangent(x, u.to(x.dtype)))).flatten(-2)
 
 
 class Transformer(nn.Module):
@@ -137,11 +140,13 @@ class Transformer(nn.Module):
         """The blocks in the order they are applied: one block again and again where loop is set."""
         return [self.blocks[i % len(self.blocks)] for i in range(self.layers)]
 
+    def on_spheres(self, x):
+        """x (..., d), normalised on each sphere that a state is a product of."""
+        return unit(x.unflatten(-1, (self.spheres, -1))).flatten(-2) if self.spheres else x
+
     def start(self, x):
         """The first state of embedded tokens x (B, T, d), on its spheres, and the rotation tables, shared by all layers."""
-        if self.spheres:
-            x = unit(x.unflatten(-1, (self.spheres, -1))).flatten(-2)
-        return x, rope_tables(torch.arange(x.shape[-2], device=x.device), self.d_head)
+        return self.on_spheres(x), rope_tables(torch.arange(x.shape[-2], device=x.device), self.d_head)
 
     def read(self, x):
         """Embedded tokens (B, T, d) -> the last state, normalised for the head, (B, T, d)."""

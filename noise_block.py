@@ -51,7 +51,7 @@ def polar(x, eps=1e-8):
     A zero token has direction zero and gradient zero: ||x|| has no derivative there, and 1/eps overflows float16."""
     x = wide(x)
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x * (1 / torch.where(length > 0, length + eps, torch.inf)), length
+    return x * (torch.nn.functional.threshold(length, 0, torch.inf) + eps).reciprocal(), length
 
 
 def unit(x, eps=1e-8):
@@ -165,14 +165,13 @@ def mix(*parts):
     return v
 
 
-@torch.library.custom_op("nanosphere::seeded_normal", mutates_args=("state",))
 def seeded_normal(state: torch.Tensor, length: torch.Tensor, common: list[int], tokens: list[int], token_seed: int,
                   name: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw number state[1] of seed state[0]: N(0, 1) of size `common`, for A, and of size `tokens`, for z.
 
-    A custom operator, since a Generator inside a compiled graph breaks it. Each draw seeds Generators of its own on the
-    tokens' device, so the state is two integers: nothing else advances it, it fits every device, and restoring it
-    resumes exactly. length (..., 1) gives dtype and device, and is checked for finite values if there is a `name`."""
+    Each draw seeds Generators of its own on the tokens' device, so that the state is two integers: nothing else advances
+    it, it fits every device, and restoring it resumes exactly. length (..., 1) gives dtype and device, and is checked
+    for finite values if there is a `name`."""
     if torch._C._current_graph_task_id() != -1:
         raise RuntimeError("noise drawn again inside backward() by activation checkpointing: the gradient would belong "
                            "to other noise; keep the noise outside the checkpointed part")
@@ -186,7 +185,11 @@ def seeded_normal(state: torch.Tensor, length: torch.Tensor, common: list[int], 
     return torch.randn(common, generator=for_A, **to), torch.randn(tokens, generator=for_z, **to)
 
 
-@seeded_normal.register_fake
+# A Generator would break a compiled graph. There the same function is one operator, of which the shapes are known.
+compiled_normal = torch.library.custom_op("nanosphere::seeded_normal", seeded_normal, mutates_args=("state",))
+
+
+@compiled_normal.register_fake
 def _(state, length, common, tokens, token_seed, name):
     return length.new_empty(common), length.new_empty(tokens)
 
@@ -230,8 +233,9 @@ class SphereNoise(nn.Module):
 
     def normal(self, length, common=(0,)):
         check = length.device.type == "cpu" if self.check is None else self.check
-        return seeded_normal(self.state, length.detach(), [*common], [*length.shape[:-1], self.dim], self.token_seed,
-                             self.name if check else "")
+        draw = compiled_normal if torch.compiler.is_compiling() else seeded_normal
+        return draw(self.state, length.detach(), [*common], [*length.shape[:-1], self.dim], self.token_seed,
+                    self.name if check else "")
 
 
 class TangentNoise(SphereNoise):

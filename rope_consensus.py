@@ -50,33 +50,33 @@ def wide(x):
 
 def unit(x, eps=1e-8):
     """x / ||x|| over the last axis, in float32 at least. Rows shorter than eps become zero, with zero gradient."""
-    norm = wide(x).norm(dim=-1, keepdim=True)
-    return (wide(x) * torch.where(norm > eps, 1 / norm.clamp_min(eps), 0)).to(x.dtype)
+    w = wide(x)
+    return (w * F.threshold((w * w).sum(-1, keepdim=True), eps * eps, torch.inf).rsqrt()).to(x.dtype)
 
 
 def tangent(x, v):
     """v - x (x^T v): the part of v tangent to the sphere at the unit rows x. (..., d), (..., d) -> (..., d)."""
-    return v - x * (x * v).sum(-1, keepdim=True)
+    return torch.addcmul(v, x, (x * v).sum(-1, keepdim=True), value=-1)
 
 
 # ---------------------------------------------------------------------------------------------------- RoPE
 
 def rope_tables(positions, d, base=10000.0, dtype=torch.float32):
-    """cos and sin of p * base^(-2j/d), each (n, d/2). Angles are float64: float32 ones are off by 0.004 at p = 1e5."""
+    """(cos, cos) and (-sin, sin) of p base^(-2j/d), each (n, d). Float64 angles: float32 misses by 0.004 at p = 1e5."""
     if d % 2:
         raise ValueError(f"RoPE turns pairs of channels: the head size must be even, not {d}")
     device = positions.device
     positions = positions.to("cpu" if device.type == "mps" else device).double()  # MPS has no float64
     inv_freq = base ** (-torch.arange(0, d, 2, device=positions.device, dtype=torch.float64) / d)
     angle = positions[:, None] * inv_freq
-    return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
+    cos, sin = angle.cos().to(device, dtype), angle.sin().to(device, dtype)
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
 def rotate(x, cos, sin):
-    """R x for tables of rope_tables, half-split pairs. x: (..., n, d)."""
-    a, b = x.chunk(2, dim=-1)
-    # (a, b) -> (a cos - b sin, b cos + a sin), in the tables' precision
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    """R x for tables of rope_tables, half-split pairs (a, b). x: (..., n, d)."""
+    # (a, b) -> (a cos - b sin, b cos + a sin) = (a, b) (cos, cos) + (b, a) (-sin, sin), in the tables' precision
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 
 def rope(x, positions=None, base=10000.0):
@@ -311,34 +311,30 @@ class ConsensusAttention(nn.Module):
         for name in ("lam", "eta_asked", "eta_used"):  # what the last control saw and did, per head
             self.register_buffer(name, torch.full((heads,), 1.0 if name == "lam" else float(eta)))
 
-    def split(self, x):
-        """(..., n, dim) -> (..., heads, n, d_head)."""
-        return x.unflatten(-1, (self.heads, -1)).transpose(-2, -3)
-
     def query_value(self, x):
-        """The rows that are compared, unit per head, and the rows that are averaged: (..., heads, n, d_head) each."""
+        """Of unit rows x (..., n, heads, d_head): the rows that are compared, unit too, and those that are averaged."""
         if self.proj_in is None:
             return x, x
-        parts = self.proj_in(x.transpose(-2, -3).flatten(-2)).unflatten(-1, (-1, self.heads, x.shape[-1]))
-        parts = parts.movedim(-3, 0).transpose(-2, -3)  # (1 or 2, ..., heads, n, d_head)
+        parts = self.proj_in(x.flatten(-2)).chunk(self.qk + self.value, -1)
+        parts = [part.unflatten(-1, x.shape[-2:]) for part in parts]
         return unit(parts[0]) if self.qk else x, parts[-1] if self.value else x
 
-    def forward(self, x, tables=None, eager=False):
-        """tables: rope_tables of these positions, where a model has made them once for all layers."""
+    def forward(self, x, eager=False):
         if self.control_every and self.training:
             self.count_and_control(x)
-        dtype = x.dtype
-        x = unit(self.split(x))
-        if tables is None:
-            tables = rope_tables(torch.arange(x.shape[-2], device=x.device), x.shape[-1], dtype=wide(x).dtype)
+        rows = unit(x.unflatten(-1, (self.heads, -1)))
+        tables = rope_tables(torch.arange(x.shape[-2], device=x.device), rows.shape[-1], dtype=wide(x).dtype)
+        return self.step(rows, tables, eager).flatten(-2)
+
+    def step(self, x, tables, eager=False):
+        """forward on rows x (..., n, heads, d_head) that are unit already; tables: rope_tables, one for all layers."""
         q, v = self.query_value(x)
-        y = rotate(q, *tables)
-        m = attend(y, v.to(y.dtype), self.beta, self.causal, eager)  # m_i = sum_j A_ij v_j
+        y = rotate(q.transpose(-2, -3), *tables)  # (..., heads, n, d_head); m_i = sum_j A_ij v_j
+        m = attend(y, v.transpose(-2, -3).to(y.dtype), self.beta, self.causal, eager).transpose(-2, -3)
         if self.proj_out is not None:
-            m = self.split(self.proj_out(m.transpose(-2, -3).flatten(-2)))
+            m = self.proj_out(m.flatten(-2)).unflatten(-1, x.shape[-2:])
         # x <- normalize(x + eta (m - (x^T m) x))
-        x = unit(x + self.eta.view(self.heads, 1, -1) * tangent(x, m))
-        return x.transpose(-2, -3).flatten(-2).to(dtype)
+        return unit(torch.addcmul(x, self.eta.view(x.shape[-2:]), tangent(x, m.to(x.dtype)))).to(x.dtype)
 
     @torch.compiler.disable
     def count_and_control(self, x):
@@ -354,8 +350,8 @@ class ConsensusAttention(nn.Module):
         eta_asked and eta_used (the largest step size of the head before and after).
         """
         with torch.autocast(x.device.type, enabled=False):
-            q, _ = self.query_value(unit(self.split(x)))
-            value, residual, _ = lambda_max(q, self.beta, self.causal)
+            q, _ = self.query_value(unit(x.unflatten(-1, (self.heads, -1))))
+            value, residual, _ = lambda_max(q.transpose(-2, -3), self.beta, self.causal)
         lam = (value + residual).clamp(max=1).reshape(-1, self.heads).amax(0)
         eta = self.eta.view(self.heads, -1)
         self.lam.copy_(lam)

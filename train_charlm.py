@@ -117,8 +117,8 @@ def at_consensus(model, ids):
     states, found = model.states(model.embed(ids[:1])), []
     for layer in sorted({0, model.layers // 2, model.layers - 1}):
         attn = copy.deepcopy(model.stack()[layer].attn).cpu().double().eval()
-        x = rope_consensus.unit(attn.split(states[layer][0].cpu().double()).mean(-2, keepdim=True))
-        x = x.expand(-1, ids.shape[1], -1).transpose(-2, -3).flatten(-2)  # (T, d), equal rows
+        rows = states[layer][0].cpu().double().unflatten(-1, (attn.heads, -1))
+        x = rope_consensus.unit(rows.mean(0, keepdim=True)).flatten(-2).expand(ids.shape[1], -1)  # (T, d), equal rows
         value, residual, converged = rope_consensus.local_multiplier(lambda z: attn(z, eager=True), x)
         attn.control(x, act=False)
         found.append({"layer": layer, "lambda_max": attn.lam.max().item(), "multiplier": value.item(),
@@ -181,6 +181,8 @@ def run(args, data, out, progress, device, dtype, arm, seq, seed, eta=None):
                         **start)
     if args.noise == "tangent":
         model.noise = noise_block.attach(model.blocks, args.dim, args.h, args.gamma, seed=1000 * seed)
+        for block in model.blocks:  # the noise moves whole tokens: each head's part goes back to its own sphere
+            block.register_forward_hook(lambda block, _, x: model.on_spheres(x))
     if eta is not None:
         for block in model.blocks:
             block.attn.eta.requires_grad_(False)

@@ -142,9 +142,10 @@ def embedding_robustness(model, ids, targets):
             {f"sign_{s}": moved["sign"][s * size]["loss"] for s in sign})
 
 
-def run_all(args, out, device, dtype, header, make_model, batch, evaluate, embed, final):
+def run_all(args, out, device, dtype, header, lr, make_model, batch, evaluate, embed, final):
     """All runs of this shard, each with its row.json.
 
+    lr: peak learning rate of the two kinds of model, "standard" and "sphere", where --lr does not say;
     make_model(**options) -> model; batch(step, seed) -> (inputs, targets); evaluate(model) -> dict for the curve;
     embed(model) -> embedded evaluation tokens (B, T, d); final(model) -> dict of what is measured at the end.
     """
@@ -166,9 +167,9 @@ def run_all(args, out, device, dtype, header, make_model, batch, evaluate, embed
         folder = out / name
         torch.manual_seed(seed)
         model = make_model(**model_options(arm, args, seed, h, gamma))
-        lr = harness.peak_lr(args, arm, None)
+        rate = harness.peak_lr(args, arm, lr[model.arm])
         result = harness.train(
-            folder, model, lambda step: batch(step, seed), seed=seed, steps=steps[arm], lr=lr, weight_decay=0.1,
+            folder, model, lambda step: batch(step, seed), seed=seed, steps=steps[arm], lr=rate, weight_decay=0.1,
             header=dict(header, experiment_arm=arm, h=h, gamma=gamma, rank=args.rank, common=args.common,
                         dropout=args.dropout, layers=args.layers, dim=args.dim, heads=args.heads, batch=args.batch),
             device=device, dtype=dtype, eval_every=args.eval_every, compile=args.compile, progress=progress, label=name,
@@ -176,7 +177,7 @@ def run_all(args, out, device, dtype, header, make_model, batch, evaluate, embed
         if (folder / "row.json").exists():
             continue
         norms = [g for g in result["grad_norms"][steps[arm] // 2:] if g is not None]
-        row = dict(arm=arm, seed=seed, h=h, gamma=gamma, lr=lr, steps=steps[arm], **flops[arm], diverged=result["diverged"],
+        row = dict(arm=arm, seed=seed, h=h, gamma=gamma, lr=rate, steps=steps[arm], **flops[arm], diverged=result["diverged"],
                    train_loss=result["train_loss_last"], best=result["best"])
         if not result["diverged"]:
             model.eval()

@@ -1505,6 +1505,8 @@ def test_noise_one_A_per_batch_or_per_sequence():
     x = noise_tokens(4, d := 5).expand(3, 4, d)  # three equal sequences
     same, own = TangentNoise(d, 0.1, 0.0)(x), TangentNoise(d, 0.1, 0.0, shared="sequence")(x)
     assert torch.equal(same[0], same[1]) and torch.equal(same[0], same[2])
+    step = tangent_noise_step(torch.cat((x, -x)), 0.1, 0.0)  # its own draw too: one A keeps equal and opposite tokens so
+    assert torch.allclose(step[:3], step[:1]) and torch.allclose(step[3:], -step[:1]) and not torch.allclose(step[0], x[0])
     assert (own[0] - own[1]).abs().max() > 0.01 and (own[1] - own[2]).abs().max() > 0.01
     forced = TangentNoise(d, 0.1, 0.5, common="none")(x)
     assert (forced[0] - forced[1]).abs().max() > 0.01  # z is never shared

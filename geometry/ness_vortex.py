@@ -15,6 +15,8 @@ A norm is positive whether or not its population value is zero, so t of "mean no
     U = ⟨[G₁, H₂], [G₃, H₄]⟩   from four independent batches: unbiased for ‖[G, H]‖²
     block areas: a plane fitted on the first half of a run; areas, each about its block's first point, on the second.
     Time reversal flips an area's sign, so under detailed balance its mean is zero.
+    SGD's current in H's stiff directions over the linear SDE's, with that SDE, driven by the same batches, as control:
+    exactly 1 for a quadratic loss; at finite steps the loss is not, and what is missing shrinks with η/B.
 
     symbol     variable        shape
     w          path            (T, D) snapshots of tracked weights
@@ -157,9 +159,10 @@ def next_token_loss(model, ids):
 
 
 def weights(model):
-    """Every trainable tensor of a model."""
-    yield from (model.embedding, model.unembedding, *tensors(model.final_norm))
-    yield from (t for b in model.blocks for t in tensors(b) if t is not b.inv_freq)
+    """Every trainable tensor of a model, once each."""
+    fixed = {id(b.inv_freq) for b in model.blocks}
+    every = [model.embedding, model.unembedding, *(t for b in (model.final_norm, *model.blocks) for t in tensors(b))]
+    return list({id(t): t for t in every if id(t) not in fixed}.values())
 
 
 def train_path(moving, tracked, loss, optimizer, steps, every, seed):
@@ -521,7 +524,7 @@ def main():
     if model.about["parameters"] < SMALL:
         ids, length = model.encode(text), min(32, model.context)
         block = model.blocks[len(model.blocks) // 2]
-        moving, tracked = list(weights(model)), [w[0] for w in (block.gate, block.up, block.down) if w]
+        moving, tracked = weights(model), [w[0] for w in (block.gate, block.up, block.down) if w]
         run_setting = dict(moving="all weights", tracked="middle FFN", batch=4, length=length)
         loss_of = lambda g: next_token_loss(model, windows(ids, 4, length, g))  # noqa: E731
         piece = None

@@ -2707,8 +2707,8 @@ def test_geometry_circulation_slope_is_one_where_the_theory_is_exact():
         bend = torch.diag(torch.tensor([1.0, 2, 4, 8], dtype=torch.float64))
 
         def loss(self, w, rows, label):
-            apart = w - self.x[rows]
-            return ((apart @ self.bend) * apart).sum(-1).mean() / 2 + self.decay / 2 * w.square().sum()
+            apart = w.unsqueeze(-2) - self.x[rows]
+            return ((apart @ self.bend) * apart).sum(-1).mean(-1).sum() / 2 + self.decay / 2 * w.square().sum()
 
         def own_labels(self, w, rows, generator):
             return self.label[rows]

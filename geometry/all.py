@@ -5,7 +5,7 @@ in --out, and goes to summary.json and, in a full run into the default folder, b
 number is typed. A test that fails is named and the others go on; exit code 1 then.
 
     python geometry/all.py                          # all seven on micro: about 8 minutes on two CPU cores
-    python geometry/all.py --model smollm2          # those that need a model; ness_vortex only below 10M parameters
+    python geometry/all.py --model smollm2          # the five that need a model
     python geometry/all.py --only identities rope_recurrence
     python geometry/all.py --collect                # no runs: the table of what is there
 """
@@ -104,7 +104,7 @@ def main():
     p.add_argument("--only", nargs="+", choices=TESTS, metavar="TEST", help=f"some of {', '.join(TESTS)}")
     p.add_argument("--collect", action="store_true", help="run nothing, read the results that are there")
     args = p.parse_args()
-    tests = args.only or [t for t in TESTS if args.model == "micro" or t not in (*NO_MODEL, "ness_vortex")]
+    tests = args.only or [t for t in TESTS if args.model == "micro" or t not in NO_MODEL]
     failed = [] if args.collect else run_tests(args, tests)
     found = collect(args.out, args.quick)
     if not found:

@@ -438,9 +438,10 @@ def load_micro(quick, dtype, seed, data_dir):
             part.replace(path)  # whole, or not at all
     name, sha = "micro-quick" if quick else "micro", checksum(net)
     net = net.eval().to(dtype)
+    tied = net.embed_tokens.weight.detach()
     model = Model(
         name, [take_apart_llama(layer, i, net, net.rotary) for i, layer in enumerate(net.layers)],
-        net.embed_tokens.weight.detach(), net.embed_tokens.weight.detach(), rms(net.norm), shape.context,
+        tied, tied, rms(net.norm), shape.context,
         lambda s: torch.tensor(list(s.encode())), data.unique().long(),
         about=dict(source=f"trained here on {text.name}, bytes", shape=shape._asdict(), train_seed=seed, sha256=sha,
                    quantised=None, parameters=sum(p.numel() for p in net.parameters())))

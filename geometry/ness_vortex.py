@@ -15,6 +15,8 @@ A norm is positive whether or not its population value is zero, so t of "mean no
     U = ⟨[G₁, H₂], [G₃, H₄]⟩   from four independent batches: unbiased for ‖[G, H]‖²
     block areas: a plane fitted on the first half of a run; areas, each about its block's first point, on the second.
     Time reversal flips an area's sign, so under detailed balance its mean is zero.
+    SGD's current in H's stiff directions over the linear SDE's, with that SDE, driven by the same batches, as control:
+    exactly 1 for a quadratic loss; at finite steps the loss is not, and what is missing shrinks with η/B.
 
     symbol     variable        shape
     w          path            (T, D) snapshots of tracked weights
@@ -42,7 +44,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from scipy import stats
-from torch.func import grad, hessian, jacfwd, jvp, vmap
+from torch.func import grad, hessian, jacfwd, vmap
 
 import models
 
@@ -157,9 +159,10 @@ def next_token_loss(model, ids):
 
 
 def weights(model):
-    """Every trainable tensor of a model."""
-    yield from (model.embedding, model.unembedding, *tensors(model.final_norm))
-    yield from (t for b in model.blocks for t in tensors(b) if t is not b.inv_freq)
+    """Every trainable tensor of a model, once each."""
+    fixed = {id(b.inv_freq) for b in model.blocks}
+    every = [model.embedding, model.unembedding, *(t for b in (model.final_norm, *model.blocks) for t in tensors(b))]
+    return list({id(t): t for t in every if id(t) not in fixed}.values())
 
 
 def train_path(moving, tracked, loss, optimizer, steps, every, seed):
@@ -358,13 +361,17 @@ class LastFFN:
 
     def logits(self, w, x, y):
         """w (..., P); x, y (..., B, d) -> (..., B, V)."""
-        gate, up, down = (u.unflatten(-1, s) for u,
-                          s in zip(w.split([math.prod(s) for s in self.shapes], -1), self.shapes))
+        gate, up, down = self.split(w)
         return self.norm(x + (F.silu(y @ gate.mT) * (y @ up.mT)) @ down.mT) @ self.read.T
 
+    def split(self, w):
+        return [u.unflatten(-1, s) for u, s in zip(w.split([math.prod(s) for s in self.shapes], -1), self.shapes)]
+
     def loss(self, w, rows, label):
+        """w (..., P), rows and label (..., B): mean over B, summed over leading axes."""
         logits = self.logits(w, self.x[rows], self.y[rows])
-        return F.cross_entropy(logits.flatten(0, -2), label.flatten()) + self.decay / 2 * w.square().sum()
+        return F.cross_entropy(logits.flatten(0, -2), label.flatten(), reduction="sum") / rows.shape[-1] + \
+            self.decay / 2 * w.square().sum()
 
     def own_labels(self, w, rows, generator):
         """One label a row, drawn from the model at w; rows any shape."""
@@ -372,12 +379,34 @@ class LastFFN:
         return torch.multinomial(p.flatten(0, -2), 1, generator=generator).view(rows.shape)
 
     def moments(self, w, rows, label):
-        """(G, H): covariance of per-sample gradients and Hessian of the mean loss without decay, exact; (P, P) each."""
-        single = vmap(grad(lambda w, r, l: self.loss(w, r[None], l[None])), (None, 0, 0))(w, rows, label)
-        mean_grad = grad(lambda w: self.loss(w, rows, label))
-        columns = vmap(lambda v: jvp(mean_grad, (w,), (v,))[1], chunk_size=64)(torch.eye(len(w), dtype=w.dtype))
-        hess = (columns + columns.T) / 2 - self.decay * torch.eye(len(w), dtype=w.dtype)
-        return torch.cov(single.T), hess
+        """(G, H): covariance of per-sample gradients and Hessian of the mean loss without decay, exact; (P, P) each.
+
+        By the chain rule through q = (W_gate y, W_up y), s = silu(q_1) q_2 and o = W_down s: of the loss's derivatives
+        in o, g and K, and of s, autograd never sees more than d numbers a sample."""
+        (gate, up, down), y, n = self.split(w), self.y[rows], len(rows)
+        a, b = y @ gate.T, y @ up.T                                                                     # (n, m) each
+        sig = a.sigmoid()
+        silu, bend = a * sig, sig * (1 - sig)
+        slope, bend = sig + a * bend, bend * (2 + a * (1 - 2 * sig))                   # silu', silu''
+        s, ds = silu * b, torch.cat([slope * b, silu], 1)                              # (n, m), ds/dq (n, 2m)
+        local = lambda o, x, l: F.cross_entropy(self.norm(x + o) @ self.read.T, l)  # noqa: E731
+        g, k = (vmap(f(local))(s @ down.T, self.x[rows], label) for f in (grad, hessian))           # (n, d), (n, d, d)
+        wide = torch.cat([down, down], 1) * ds[:, None]                                # do/dq (n, d, 2m)
+        pull = g @ down                                                                # dL/ds (n, m)
+        single = torch.cat([(torch.einsum("nk,nkq->nq", g, wide)[:, :, None] * y[:, None]).flatten(1),
+                            (g[:, :, None] * s[:, None]).flatten(1)], 1)               # (n, P)
+        inner, eye = wide.mT @ k @ wide, torch.arange(s.shape[1])                      # d2L/dq2 (n, 2m, 2m)
+        inner[:, eye, eye] += pull * bend * b
+        inner[:, eye, eye + len(eye)] += pull * slope
+        inner[:, eye + len(eye), eye] += pull * slope
+        mixed = (k @ wide)[:, :, None] * s[:, None, :, None]                           # d2L/d(down)dq (n, d, m, 2m)
+        mixed[:, :, eye, eye] += g[:, :, None] * ds[:, None, :len(eye)]
+        mixed[:, :, eye, eye + len(eye)] += g[:, :, None] * ds[:, None, len(eye):]
+        qq = (inner.flatten(1).T @ (y[:, :, None] * y[:, None]).flatten(1)).view(*inner.shape[1:], *2 * y.shape[1:])
+        dq = (mixed.flatten(1).T @ y).view(down.numel(), -1)
+        dd = (k.flatten(1).T @ (s[:, :, None] * s[:, None]).flatten(1)).view(*k.shape[1:], *2 * s.shape[1:])
+        qq, dd = (t.transpose(1, 2).flatten(2).flatten(0, 1) for t in (qq, dd))
+        return torch.cov(single.T), torch.cat([torch.cat([qq, dq.T], 1), torch.cat([dq, dd], 1)]) / n
 
     def minimise(self, steps):
         w, rows = self.start.clone().requires_grad_(), torch.arange(len(self.x))
@@ -435,7 +464,8 @@ def circulation_slope(problem, w, hess, lr, batch, chains, steps, burn, rank, ow
     h, v = torch.linalg.eigh(hess + problem.decay * torch.eye(len(w), dtype=w.dtype))
     h, v = h[-rank:], v[:, -rank:]
     one = grad(problem.loss)
-    at_w = vmap(one, (None, 0, 0), chunk_size=512)(w, torch.arange(len(problem.x))[:, None], problem.label[:, None]) @ v
+    each = torch.arange(len(problem.x))[:, None], problem.label[:, None]
+    at_w = vmap(one, (None, 0, 0), chunk_size=512)(w, *each) @ v
     g = torch.cov(at_w.T, correction=0)                                # (rank, rank): batches are drawn from the sample
     stationary = lr * g / batch / (h[:, None] + h - lr * torch.outer(h, h))
     theory = lr * (h[:, None] - h) * stationary                        # (rank, rank) per step
@@ -448,7 +478,7 @@ def circulation_slope(problem, w, hess, lr, batch, chains, steps, burn, rank, ow
     for step in range(burn + steps):
         rows = torch.randint(len(problem.x), (chains, batch), generator=gen)
         label = problem.own_labels(w, rows, gen) if own else problem.label[rows]
-        state = state - lr * vmap(one)(state, rows, label)
+        state = state - lr * one(state, rows, label)
         last, score = score, torch.stack([(state - w) @ v, score[1] - lr * (h * score[1] + at_w[rows].mean(1))])
         if step >= burn:
             total += last[..., :, None] * score[..., None, :] - last[..., None, :] * score[..., :, None]
@@ -521,7 +551,7 @@ def main():
     if model.about["parameters"] < SMALL:
         ids, length = model.encode(text), min(32, model.context)
         block = model.blocks[len(model.blocks) // 2]
-        moving, tracked = list(weights(model)), [w[0] for w in (block.gate, block.up, block.down) if w]
+        moving, tracked = weights(model), [w[0] for w in (block.gate, block.up, block.down) if w]
         run_setting = dict(moving="all weights", tracked="middle FFN", batch=4, length=length)
         loss_of = lambda g: next_token_loss(model, windows(ids, 4, length, g))  # noqa: E731
         piece = None

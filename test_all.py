@@ -6,6 +6,7 @@ All tests, from mathematics and known answers. No network; two CPU cores.
 """
 import argparse
 import copy
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -17,6 +18,7 @@ import os
 import pathlib
 import random
 import re
+import resource
 import runpy
 import shutil
 import signal
@@ -926,136 +928,355 @@ def test_killed_after_the_last_checkpoint(tmp_path, runs):
     run.finish(tmp_path / "cut")
 
 
-def small_run(folder, steps=12, stop_at=None, every=4, seed=0, optimizer=None, compile=False, bad_step=None, **header):
-    """harness.train in this process, on a tiny model with dropout; stop_at: a SIGINT (two, in fact) arrives there."""
+class Net(torch.nn.Module):
+    """Two layers with dropout between them; what becomes of the hidden tokens can be set."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 1))
+        self.hidden = lambda h: h
+
+    def forward(self, x, y):
+        return None, F.mse_loss(self.net[2](self.net[1](self.hidden(self.net[0](x))))[:, 0], y)
+
+
+def small_run(folder, steps=12, at=None, every=4, seed=0, compile=False, wrap=lambda net: net, **header):
+    """harness.train in this process on Net; at: {step: function of the net, called before that step}."""
     torch.manual_seed(seed)
-    model = torch.nn.ModuleDict({"net": torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Dropout(0.3),
-                                                            torch.nn.Linear(16, 1))})
-    seen = []
-
-    class Net(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = model["net"]
-
-        def forward(self, x, y):
-            return None, F.mse_loss(self.net(x)[:, 0], y) * (math.nan if len(seen) - 1 == bad_step else 1)
+    net, seen = Net(), []
 
     def batch(step):
         seen.append(step)
-        if step == stop_at:
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
+        (at or {}).get(step, lambda _: None)(net)
         x = torch.randn(8, 6, generator=harness.generator(seed, "data", step))
         return x, x.sum(-1)
 
-    net = Net()
-    result = harness.train(folder, net, batch, header, seed=seed, steps=steps, lr=0.01, weight_decay=0.1,
-                           device=torch.device("cpu"), dtype=None, eval_every=every, compile=compile,
-                           evaluate=lambda m: {"val_loss": m.net[0].weight.sum().item()}, progress=harness.Progress(steps),
-                           label="small")
+    def evaluate(m):
+        torch.rand(3)  # an evaluation that draws
+        return {"val_loss": m.net[0].weight.square().sum().item()}
+    result = harness.train(folder, wrap(net), batch, header, seed=seed, steps=steps, lr=0.01, weight_decay=0.1,
+                           device=torch.device("cpu"), dtype=None, eval_every=every, compile=compile, evaluate=evaluate,
+                           progress=harness.Progress(steps), label="small")
     return net, result, seen
 
 
-def test_interrupt_saves_and_resume_repeats_no_batch(tmp_path):
-    whole, result, _ = small_run(tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt, match="--resume"):
-        small_run(tmp_path / "cut", stop_at=5)
+def interrupt(_):
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def equal(left, right):
+    return all(torch.equal(a, b) for a, b in zip(left.parameters(), right.parameters()))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A small run that nobody stopped: its folder, net and result."""
+    folder = tmp_path_factory.mktemp("small") / "run"
+    return types.SimpleNamespace(folder=folder, **dict(zip(("net", "result", "seen"), small_run(folder))))
+
+
+def test_case_01_resume_repeats_no_batch(tmp_path, whole):
+    with pytest.raises(KeyboardInterrupt, match=f"--resume --out {tmp_path}"):
+        small_run(tmp_path / "cut", at={5: interrupt})
+    with open(tmp_path / "cut/metrics.jsonl", "ab") as log:
+        log.write(b'{"step": 6, "loss": 1}\n{"ste')  # of steps after the checkpoint, as kill -9 leaves them
     net, again, seen = small_run(tmp_path / "cut")
-    assert seen == [6, 7, 8, 9, 10, 11] and again == result
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), net.parameters()))
-    assert (tmp_path / "cut/metrics.jsonl").read_bytes() == (tmp_path / "whole/metrics.jsonl").read_bytes()
+    assert whole.seen == [*range(12)] and seen == [6, 7, 8, 9, 10, 11] and again == whole.result and equal(net, whole.net)
+    assert (tmp_path / "cut/metrics.jsonl").read_bytes() == (whole.folder / "metrics.jsonl").read_bytes()
+    grown = [each["val_loss"] for each in again["evaluations"]]
+    assert again["best"] == {"val_loss": min(grown), "step": 4 * grown.index(min(grown))}  # best so far, over the resume
 
 
-def test_evaluation_changes_no_training_number(tmp_path):
-    often, _, _ = small_run(tmp_path / "often", every=1)
-    seldom, _, _ = small_run(tmp_path / "seldom", every=100)
-    assert all(torch.equal(a, b) for a, b in zip(often.parameters(), seldom.parameters()))
+def test_interrupt_in_the_last_step_stops_before_the_next_run(tmp_path, whole):
+    with pytest.raises(KeyboardInterrupt, match="step 12"):
+        small_run(tmp_path / "cut", at={11: interrupt})
+    _, again, seen = small_run(tmp_path / "cut")
+    assert seen == [] and again == whole.result
 
 
-def test_broken_checkpoint_falls_back_to_the_one_before(tmp_path, capsys):
-    whole, result, _ = small_run(tmp_path / "whole")
-    small_run(tmp_path / "cut")
-    (tmp_path / "cut/result.json").unlink()
+def wait_for(path):
+    for _ in range(3000):
+        if path.exists():
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"{path} never came")
+
+
+def slow_saves(folder, seconds):
+    """In a child: a checkpoint takes so long to write, and <folder>/saving says that one is being written."""
+    prepare(folder)
+    real = torch.save
+
+    def save(*args):
+        (folder / "saving").touch()
+        time.sleep(seconds)
+        real(*args)
+    torch.save = save
+
+
+@pytest.mark.parametrize("signals, seconds", [(1, 0), (2, 0.2)])
+def test_case_23_interrupts_from_a_shell(tmp_path, children, signals, seconds):
+    # one SIGINT to the process group; and two, 50 ms apart, while a checkpoint is written
+    make_corpora(tmp_path)
+    child = children.start(tmp_path / "run", "train_charlm.py", "--quick", "--dataset", tmp_path / "prose.txt", "--steps",
+                           "2000", "--eval-every", "5", "--out", "out", before=(slow_saves, tmp_path, seconds))
+    wait_for(tmp_path / "saving")
+    for k in range(signals):
+        time.sleep(0.05 * k)
+        os.killpg(child.pid, signal.SIGINT)
+    done = children.wait(child)
+    assert done.returncode == 130 and "Traceback" not in done.stderr
+    assert re.fullmatch(r"interrupted at step \d+ of standard.*: go on with the same command and --resume --out out",
+                        done.stderr.splitlines()[-1])
+    state = harness.load_checkpoint(tmp_path / "run/out/standard-seq32-seed0", {})
+    assert f"step {state['step']} of" in done.stderr and not list((tmp_path / "run/out").rglob("*.tmp"))
+
+
+def test_interrupt_outside_of_training_is_one_line(capsys):
+    def main():
+        raise KeyboardInterrupt
+    with pytest.raises(SystemExit) as stop:
+        harness.run_main(main)
+    assert stop.value.code == 130 and "--resume" in capsys.readouterr().err
+
+
+def test_evaluation_changes_no_training_number(tmp_path, whole):
+    for every in (1, 100):
+        assert equal(small_run(tmp_path / str(every), every=every)[0], whole.net)
+
+
+def test_broken_checkpoint_falls_back_to_the_one_before(tmp_path, whole, capsys):
+    # result.json is there, but the newest checkpoint that can be read is not the result's: trained again from it
+    shutil.copytree(whole.folder, tmp_path / "cut")
     newest = tmp_path / "cut/checkpoint.pt"
     newest.write_bytes(newest.read_bytes()[:500])
     net, again, seen = small_run(tmp_path / "cut")
-    assert seen == [8, 9, 10, 11] and again == result and "cannot be read" in capsys.readouterr().err
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), net.parameters()))
+    assert seen == [8, 9, 10, 11] and again == whole.result and "cannot be read" in capsys.readouterr().err
+    assert equal(net, whole.net)
+    for path in (tmp_path / "cut").glob("checkpoint*"):
+        path.write_bytes(b"")
+    with pytest.raises(harness.UserError, match="no checkpoint in .* can be read"):  # not begun anew over what is there
+        small_run(tmp_path / "cut")
+    for path in (tmp_path / "cut").glob("checkpoint*"):
+        path.unlink()
+    net, again, seen = small_run(tmp_path / "cut")
+    assert seen == [*range(12)] and again == whole.result and equal(net, whole.net)
 
 
-def test_checkpoints_hold_no_objects(tmp_path, capsys):
-    # a pickled object is refused, not run: here one whose unpickling would create a file
-    class Bomb:
-        def __reduce__(self):
-            return (pathlib.Path(tmp_path / "pwned").touch, ())
-
-    (tmp_path / "run").mkdir()
-    torch.save({"header": {}, "bomb": Bomb()}, tmp_path / "run/checkpoint.pt")
-    with pytest.raises(harness.UserError, match="no checkpoint in .* can be read"):
-        harness.load_checkpoint(tmp_path / "run", {})
-    assert not (tmp_path / "pwned").exists() and "cannot be read" in capsys.readouterr().err
+def test_lost_log_is_refused(tmp_path, whole):
+    shutil.copytree(whole.folder, tmp_path / "cut")
+    (tmp_path / "cut/result.json").unlink()
+    (tmp_path / "cut/metrics.jsonl").write_bytes(b"")
+    with pytest.raises(harness.UserError, match="shorter"):
+        small_run(tmp_path / "cut")
+    assert (tmp_path / "cut/metrics.jsonl").read_bytes() == b"" and (tmp_path / "cut/checkpoint.pt").exists()
 
 
-@pytest.mark.parametrize("change", [dict(vocabulary="abd"), dict(dataset="other"), dict(arm="consensus")])
+@dataclasses.dataclass
+class Settings:
+    layers: int = 3
+
+
+class Bomb:
+    """Unpickling it would create a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (pathlib.Path.touch, (self.path,))
+
+
+@pytest.mark.parametrize("value", [Settings(), argparse.Namespace(layers=3), np.float64(3), pathlib.Path("x"), Bomb],
+                         ids=lambda value: getattr(type(value), "__name__", "") if value is not Bomb else "pickle bomb")
+def test_case_25_checkpoints_hold_no_objects(tmp_path, capsys, value):
+    # an object in a checkpoint is refused, not unpickled; saving one is refused at once, while the good one is still there
+    harness.save_checkpoint(tmp_path, {"header": {}, "step": 1})
+    state = {"header": {}, "step": 2, "value": Bomb(tmp_path / "pwned") if value is Bomb else value}
+    with pytest.raises(Exception, match="[Ww]eights"):
+        harness.save_checkpoint(tmp_path, state)
+    assert harness.load_checkpoint(tmp_path, {})["step"] == 1 and not list(tmp_path.glob("*.tmp"))
+    torch.save(state, tmp_path / "checkpoint.pt")
+    with pytest.raises(harness.UserError, match="can be read"):
+        harness.load_checkpoint(tmp_path, {})
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_checkpoints_of_training_hold_plain_values(whole):
+    def plain(value):
+        if isinstance(value, (dict, list, tuple)):
+            return all(map(plain, value.values() if isinstance(value, dict) else value))
+        return value is None or type(value) in (bool, int, float, str, torch.Tensor)
+    state = torch.load(whole.folder / "checkpoint.pt", weights_only=True)
+    assert plain(dict(state, model=dict(state["model"]))) and state["header"]["format"] == harness.FORMAT
+
+
+@pytest.mark.parametrize("change", [dict(vocabulary="abd"), dict(dataset="other"), dict(arm="consensus"), dict(dim=8)])
 def test_resume_onto_something_else_is_refused(tmp_path, change):
-    header = dict(vocabulary="abc", dataset="this", arm="standard")
-    small_run(tmp_path / "run", **header)
+    header = dict(vocabulary="abc", dataset="this", arm="standard", dim=6)
+    small_run(tmp_path / "run", steps=1, **header)
     (key, value), = change.items()
     refusal = f"{key} = {header[key]!r}, this run has {value!r}"
     with pytest.raises(harness.UserError, match=refusal):
-        small_run(tmp_path / "run", **{**header, **change})
+        small_run(tmp_path / "run", steps=1, **{**header, **change})
     for path in (tmp_path / "run").glob("checkpoint*"):  # without any, the result that is kept is as strict
         path.unlink()
     with pytest.raises(harness.UserError, match=refusal):
-        small_run(tmp_path / "run", **{**header, **change})
+        small_run(tmp_path / "run", steps=1, **{**header, **change})
 
 
-def test_non_finite_loss_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path, capsys):
-    _, result, _ = small_run(tmp_path / "run", bad_step=6)
-    assert result["diverged"] and "step 6" in result["diverged_at"]
-    assert "net.0.weight" in result["diverged_at"]  # which layer
+def test_case_07_another_vocabulary(tmp_path, prose, capsys):
+    # a corpus with one character more; and one of equal size: the values are shown where they differ
+    options = ["--quick", "--steps", "1", "--arms", "standard", "--sample", "0", "--layers", "1", "--out", tmp_path / "out"]
+    run_main(train_charlm.main, *options, "--dataset", prose)
+    text, out = pathlib.Path(prose).read_text(), tmp_path / "out"
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    for changed in (text + "\u20ac", text.replace("b", "\u00df")):
+        pathlib.Path(prose).write_text(changed)
+        refused(capsys, train_charlm.main, [*options, "--resume", "--dataset", prose], "with vocabulary = ", "abc", "this run has ")
+    pathlib.Path(prose).write_text(text[1:] + text[0])  # the same vocabulary, other data
+    refused(capsys, train_charlm.main, [*options, "--resume", "--dataset", prose], "with data = ")
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("where", ["output of net.2", "gradient of net.0"])
+def test_non_finite_numbers_stop_the_run_and_keep_the_last_good_checkpoint(tmp_path, capsys, where):
+    def weight(net):
+        net.net[2].weight.data.fill_(math.nan)
+
+    def gradient(net):  # NaN on the way back, from below the last layer on
+        net.hidden = lambda h: h.register_hook(lambda g: g * math.nan) and h if h.requires_grad else h
+    _, result, _ = small_run(tmp_path / "run", at={6: weight if "output" in where else gradient})
+    assert result["diverged"] and result["diverged_at"].startswith("step 6: ") and where in result["diverged_at"]
+    assert f"small diverged at {result['diverged_at']}" in capsys.readouterr().err
     state = harness.load_checkpoint(tmp_path / "run", {})
     assert state["step"] == 4 and all(v.isfinite().all() for v in state["model"].values())
-    assert json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])["loss"] is None
+    assert None in json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1]).values()
+    assert small_run(tmp_path / "run")[2] == []  # it stays diverged
 
 
-def test_compiled_run_resumes_without_compile(tmp_path, monkeypatch):
+def test_non_finite_validation_loss_is_divergence(tmp_path):
+    def large(net):
+        net.net[0].weight.data.fill_(1e25)  # its square is not finite in float32
+        net.hidden = lambda h: h * 0
+    _, result, _ = small_run(tmp_path / "run", at={7: large})
+    assert result["diverged_at"] == "step 8: validation loss inf" and result["best"]["step"] in (0, 4)
+
+
+@pytest.mark.parametrize("wrapped", ["compiled by train", "compiled before", "data parallel"])
+def test_wrapped_models_save_and_load_as_bare_ones(tmp_path, monkeypatch, whole, wrapped):
     monkeypatch.setattr(torch, "compile", lambda model, **_: torch._dynamo.optimize("eager")(model))
+    options = {"compile": wrapped == "compiled by train"}
+    if wrapped == "compiled before":
+        options["wrap"] = torch.compile
+    if wrapped == "data parallel":
+        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+        options["wrap"] = torch.nn.parallel.DistributedDataParallel
+    try:
+        for first, second in ((options, {}), ({}, options)):
+            with pytest.raises(KeyboardInterrupt):
+                small_run(tmp_path / str(first), at={5: interrupt}, **first)
+            state = torch.load(tmp_path / str(first) / "checkpoint.pt", weights_only=True)
+            assert state["model"].keys() == whole.net.state_dict().keys()
+            net, _, seen = small_run(tmp_path / str(first), **second)
+            assert seen == [6, 7, 8, 9, 10, 11]
+            assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(net.parameters(), whole.net.parameters()))
+    finally:
+        if wrapped == "data parallel":
+            torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 200 kB in memory; where mounting is not allowed, a limit on the size of a file that a test can set."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = shutil.which("mount") and not os.system(f"mount -t tmpfs -o size=200k tmpfs {disk} 2>/dev/null")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill():
+        if not mounted:
+            return resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+        with pytest.raises(OSError), open(disk / "filler", "wb", buffering=0) as file:
+            while True:
+                file.write(bytes(1024))
+
+    def free():
+        (disk / "filler").unlink(missing_ok=True)
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    yield types.SimpleNamespace(path=disk, fill=fill, free=free, mounted=mounted)
+    os.system(f"umount {disk}") if mounted else free()
+
+
+def test_full_disk_keeps_what_was_there(small_disk, whole):
+    run = small_disk.path / "run"
     with pytest.raises(KeyboardInterrupt):
-        small_run(tmp_path / "run", stop_at=5, compile=True)
-    _, _, seen = small_run(tmp_path / "run")
-    assert seen == [6, 7, 8, 9, 10, 11]
+        small_run(run, at={5: interrupt})
+    good = (run / "checkpoint.pt").read_bytes()
+    for at in (6, 9):  # full from the next step on, and with some lines in the log
+        with pytest.raises(harness.UserError, match=f"cannot write {run}.*(No space left|File too large).*Free space"):
+            small_run(run, at={at: lambda _: small_disk.fill()})
+        small_disk.free()
+        assert harness.load_checkpoint(run, {})["step"] == (6 if at == 6 else 8) and not list(run.glob("*.tmp"))
+        assert at != 6 or (run / "checkpoint.pt").read_bytes() == good
+    net, result, seen = small_run(run)
+    assert seen == [8, 9, 10, 11] and result == whole.result and equal(net, whole.net)
+    small_disk.fill()
+    for write in (lambda path: harness.write_json(path, ["long"] * 100),
+                  lambda path: harness.save_figure(harness.figure_axes(1)[0], path)):
+        with pytest.raises(harness.UserError, match="cannot write"):
+            write(run / "result.json")
+    small_disk.free()
+    assert harness.read_json(run / "result.json") == result
 
 
-def test_full_disk_keeps_what_was_there(tmp_path, monkeypatch):
-    small_run(tmp_path / "run")
-    good = (tmp_path / "run/checkpoint.pt").read_bytes()
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(harness.UserError, match="No space left on device"):
-        harness.save_checkpoint(tmp_path / "run", {"step": 1})
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(harness.UserError, match="No space left on device"):
-        harness.write_json(tmp_path / "run/result.json", {})
-    with pytest.raises(harness.UserError, match="No space left on device"):
-        small_run(tmp_path / "other")
-    assert (tmp_path / "run/checkpoint.pt").read_bytes() == good
-    assert json.loads((tmp_path / "run/result.json").read_text())["steps"] == 12
+def test_read_only_folder(small_disk, prose, capsys):
+    out, options = small_disk.path / "out", ["--quick", "--dataset", prose, "--out"]
+    out.mkdir()
+    if small_disk.mounted:
+        os.system(f"mount -o remount,ro {small_disk.path}")
+    else:  # a user without mount is one whom the mode of a folder stops
+        out.chmod(0o500)
+    refused(capsys, train_charlm.main, [*options, out], f"cannot write {out}")
+    assert not list(out.iterdir())
 
 
-def test_one_run_in_one_folder(tmp_path):
+def test_vanished_folder(tmp_path):
+    run = tmp_path / "out/run"
+    run.parent.mkdir()
+    with pytest.raises(harness.UserError, match="cannot write .*No such file"):
+        small_run(run, at={6: lambda _: shutil.rmtree(tmp_path / "out")})
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_run_in_one_folder(tmp_path, capsys):
     out, lock = harness.open_folder(tmp_path / "out", False, "x")
+    for shard in ("", "0/2"):
+        with pytest.raises(harness.UserError, match="another run is writing"):
+            harness.open_folder(tmp_path / "out", False, "x", shard)
+    lock.close()
+    locks = [harness.open_folder(tmp_path / "out", False, "x", shard)[1] for shard in ("0/2", "1/2")]  # these may
     with pytest.raises(harness.UserError, match="another run is writing"):
         harness.open_folder(tmp_path / "out", False, "x")
-    lock.close()
-    harness.open_folder(tmp_path / "out", False, "x")[1].close()
+    for lock in locks:
+        lock.close()
+
+    def second(_):  # of shards that overlap, one at a time trains a run
+        with pytest.raises(harness.UserError, match="another run is writing"):
+            small_run(tmp_path / "out/run")
+    small_run(tmp_path / "out/run", at={6: second})
     (tmp_path / "out/config.json").write_text("{}")
     with pytest.raises(harness.UserError, match="--resume"):
         harness.open_folder(tmp_path / "out", False, "x")
+
+
+@pytest.mark.parametrize("content", ["", '{"model_type": "gpt2"}', "[]"])
+def test_foreign_or_empty_config_is_kept(tmp_path, prose, capsys, content):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/config.json").write_text(content)
+    refused(capsys, train_charlm.main, ["--quick", "--dataset", prose, "--out", tmp_path / "out", "--resume"], "config.json")
+    assert (tmp_path / "out/config.json").read_text() == content and not list((tmp_path / "out").glob("*/*"))
 
 
 # ------------------------------------------------------------------------------------------------ train_charlm.py

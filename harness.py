@@ -98,12 +98,12 @@ def finite(value):
 
 # --------------------------------------------------------------------------------------------- the command line
 
-def number(kind, low=None, above=None):
-    """An argparse type: a finite int or float, >= low or > above."""
+def number(kind, low=None, above=None, high=math.inf):
+    """An argparse type: a finite int or float, >= low or > above, and <= high."""
     def parse(text):
         value = kind(text)
-        if not math.isfinite(value) or (low is not None and value < low) or (above is not None and value <= above):
-            bound = f">= {low}" if low is not None else f"> {above}"
+        if not math.isfinite(value) or (low is not None and value < low) or (above is not None and value <= above) or value > high:
+            bound = (f">= {low}" if low is not None else f"> {above}") + f" and <= {high}" * (high < math.inf)
             raise argparse.ArgumentTypeError(f"must be a finite number {bound}, not {text}")
         return value
     parse.__name__ = kind.__name__
@@ -135,7 +135,7 @@ def add_common(parser, **defaults):
     options = [
         ("--device", str, "auto", "auto, cpu, cuda or mps"),
         ("--dtype", str, "auto", "auto, float32, bfloat16 or float16 (mixed precision; float32 on a CPU by default)"),
-        ("--seed", int, 0, "first seed"),
+        ("--seed", number(int, low=0, high=2 ** 31), 0, "first seed"),  # each seeds others: 1000 times it is one
         ("--seeds", count, 1, "number of seeds: seed, seed + 1, ..."),
         ("--steps", count, None, "training steps"),
         ("--batch", count, None, "sequences per step"),

@@ -8,6 +8,7 @@ import argparse
 import copy
 import dataclasses
 import functools
+import http.client
 import importlib
 import importlib.util
 import io
@@ -270,7 +271,7 @@ def test_rope_keeps_norms_and_depends_on_differences_alone(start):
     assert math.isclose(turned[11].item(), math.sin(angle), abs_tol=1e-6)
 
 
-def test_rope_tables_do_not_alias_in_a_bfloat16_model():
+def test_case_29_rope_tables_do_not_alias_in_a_bfloat16_model():
     # bfloat16 positions past 256 coincide; a model cast to bfloat16 must still tell 1000 positions apart
     torch.manual_seed(0)
     attn = ConsensusAttention(16, heads=2, eta=1.0, beta=4.0, causal=True, value=True, qk=True)
@@ -299,7 +300,7 @@ def test_consensus_is_fixed_since_values_are_not_rotated():
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_no_leak_from_the_future(arm):
+def test_case_27_no_leak_from_the_future(arm):
     torch.manual_seed(0)
     model = Transformer(11, 3, 16, 2, arm)
     ids = torch.randint(11, (2, 12))
@@ -307,6 +308,8 @@ def test_no_leak_from_the_future(arm):
     changed[:, 7:] = (changed[:, 7:] + 1) % 11
     assert torch.allclose(model(ids)[0][:, :7], model(changed)[0][:, :7], atol=1e-6)
     assert (model(ids)[0][:, 7:] - model(changed)[0][:, 7:]).abs().max() > 1e-3
+    for length in range(1, 12):  # what sampling sees, one token after the other, and what training sees at once
+        assert torch.allclose(model(ids[:, :length])[0][:, -1], model(ids)[0][:, length - 1], atol=1e-6)
 
 
 def test_gradients_in_float64():
@@ -318,7 +321,7 @@ def test_gradients_in_float64():
     assert torch.autograd.gradcheck(attn, z)
 
 
-def test_zero_token_stays_finite_forward_and_backward():
+def test_case_33_zero_token_stays_finite_forward_and_backward():
     x = tokens(1, 6, 8, dtype=torch.float32).clone()
     x[0, 2] = 0
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -350,7 +353,7 @@ def test_lambda_max_against_dense(n, d, beta):
 @pytest.mark.parametrize("spectrum", [
     [-5.0, 1.0], [-5.0, -1.0], [1.0] * 6, [0.0] * 5, [3.0], [0.0],
     [2.0, 2.0, 2.0, 1.0, 0.0, -7.0], [1.0, 1.0 - 1e-9, 1.0 - 2e-9, 0.5, 0.1], [*range(-20, 21)]])
-def test_lanczos_on_known_spectra(spectrum):
+def test_case_37_lanczos_on_known_spectra(spectrum):
     # the largest algebraic eigenvalue, not the largest modulus; repeated values and tiny gaps; the zero operator
     values = torch.tensor(spectrum, dtype=torch.float64)
     Q = torch.linalg.qr(torch.randn(len(values), len(values), dtype=torch.float64,
@@ -371,7 +374,7 @@ def test_lanczos_keeps_its_basis_orthogonal():
     assert zero.item() == 0
 
 
-def test_lambda_max_of_nothing_to_disagree():
+def test_case_35_lambda_max_of_nothing_to_disagree():
     one = tokens(2, 1, 8)
     for causal in (False, True):
         value, residual, converged = rc.lambda_max(one, 2.0, causal)
@@ -430,7 +433,7 @@ def test_linearisation_at_consensus_is_exact():
     assert torch.allclose(moved, delta - eta * (delta - A @ delta), atol=1e-12)
 
 
-def test_local_multiplier_on_known_maps():
+def test_case_37_local_multiplier_on_known_maps():
     # consensus: max over the spectrum of |1 - eta lambda|
     x, eta = tokens(8).expand(24, 8), 2.5
     lam = 1 - torch.linalg.eigvalsh(rc.symmetrized(x, 2.0))
@@ -507,7 +510,7 @@ def test_module_is_the_note_block_and_heads_are_separate_spheres():
 
 @pytest.mark.parametrize("change", [dict(eta=0.9), dict(beta=1.0), dict(causal=True), dict(heads=2), dict(value=True),
                                     dict(qk=True)])
-def test_every_option_changes_the_output(change):
+def test_case_41_every_option_changes_the_output(change):
     torch.manual_seed(0)
     x = unit(torch.randn(1, 10, 8))
     plain = ConsensusAttention(8, eta=0.5, beta=3.0)(x)
@@ -706,7 +709,7 @@ def server():
 
     web = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     web.requests, web.url = [], f"http://127.0.0.1:{web.server_address[1]}/data.txt"
-    threading.Thread(target=web.serve_forever, daemon=True).start()
+    threading.Thread(target=web.serve_forever, args=(0.01,), daemon=True).start()
     yield web
     web.shutdown()
     web.server_close()
@@ -720,7 +723,6 @@ def reply(body, status=200, length=None, **headers):
             handler.send_header(name.replace("_", "-"), value)
         handler.end_headers()
         handler.wfile.write(body)
-        handler.close_connection = True
     return answer
 
 
@@ -732,6 +734,16 @@ def test_download_is_checked_and_cached(server, monkeypatch, tmp_path):
     server.answers = [reply(TEXT)]
     assert data.load_text("shakespeare").text == TEXT.decode()
     assert data.load_text("shakespeare").name == "shakespeare" and len(server.requests) == 1  # the second from the cache
+
+
+def test_two_downloads_at_once_are_one(server, monkeypatch, tmp_path):
+    # two shards that start on a new machine: the second waits, and finds the file in the cache
+    import concurrent.futures
+    sources(monkeypatch, tmp_path, server.url, TEXT)
+    server.answers = [lambda handler: (time.sleep(0.2), reply(TEXT)(handler))]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        texts = list(pool.map(lambda _: data.load_text("shakespeare").text, range(2)))
+    assert texts == [TEXT.decode()] * 2 and len(server.requests) == 1
 
 
 def test_cut_off_download_is_continued(server, monkeypatch, tmp_path):
@@ -746,11 +758,33 @@ def test_cut_off_download_is_continued(server, monkeypatch, tmp_path):
     assert not list((tmp_path / "cache").glob("*.part"))
 
 
+def stall(handler):
+    """Half of the file, then nothing."""
+    handler.send_response(200)
+    handler.send_header("Content-Length", str(len(TEXT)))
+    handler.end_headers()
+    handler.wfile.write(TEXT[:len(TEXT) // 2])
+    time.sleep(0.5)
+
+
+@pytest.mark.parametrize("first", [reply(TEXT[:1000], length=len(TEXT)), stall, lambda handler: handler.wfile.write(b"SSH-2.0\r\n"),
+                                   reply(b"later", status=503), reply(b"", status=302, Location="/data.txt")],
+                         ids=["cut off", "stalls", "no HTTP", "503", "redirect"])
+@pytest.mark.parametrize("part", [b"", b"of another file", TEXT, TEXT + b"more"], ids=["new", "foreign", "whole", "longer"])
+def test_downloads_end_well(server, tmp_path, first, part):
+    # each is tried again, whatever part an earlier run left, and though this server knows no ranges
+    server.answers = [first, reply(TEXT, status=200)]
+    if part:
+        (tmp_path / "data.txt.part").write_bytes(part)
+    data.download(server.url, tmp_path / "data.txt", "sha256", data.checksum(TEXT, "sha256"), timeout=0.2)
+    assert (tmp_path / "data.txt").read_bytes() == TEXT and len(list(tmp_path.iterdir())) == 1
+
+
 @pytest.mark.parametrize("answer, words", [
     (reply(b"<!DOCTYPE html><html>log in</html>"), "an HTML page"), (reply(b"no", status=403), "HTTP 403"),
-    (reply(b""), "0 bytes"), (reply(TEXT[:-1]), "bytes of something else"),
-    (lambda handler: time.sleep(1), "timed out")])
-def test_bad_downloads_never_become_data(server, monkeypatch, tmp_path, answer, words):
+    (reply(b"no", status=416), "HTTP 416"), (reply(b""), "0 bytes"), (reply(TEXT[:-1]), "bytes of something else"),
+    (lambda handler: time.sleep(0.5), "timed out")])
+def test_case_21_bad_downloads_never_become_data(server, monkeypatch, tmp_path, answer, words):
     sources(monkeypatch, tmp_path, server.url, TEXT)
     server.answers = [answer]
     path = tmp_path / "good.txt"
@@ -758,6 +792,53 @@ def test_bad_downloads_never_become_data(server, monkeypatch, tmp_path, answer, 
     with pytest.raises(harness.UserError, match=words):
         data.download(server.url, path, "sha256", data.checksum(TEXT, "sha256"), tries=2, timeout=0.2)
     assert path.read_bytes() == b"what was there" and [p.name for p in tmp_path.iterdir()] == ["good.txt"]
+
+
+def test_downloads_stay_encrypted_and_come_from_the_listed_sources(server, monkeypatch, tmp_path):
+    for _, url, *_ in [*sum(data.SOURCES.values(), []), data.CIFAR]:
+        assert re.match(r"https://(raw\.githubusercontent\.com/(karpathy|wojzaremba|pytorch)|www\.cs\.toronto\.edu)/", url)
+    # https without its encryption, so that this server can answer it; it redirects to http, which is not asked for anything
+    monkeypatch.setattr("urllib.request.HTTPSHandler.https_open",
+                        lambda self, request: self.do_open(http.client.HTTPConnection, request))
+    server.answers = [reply(b"", status=302, Location=server.url), reply(TEXT)]
+    with pytest.raises(harness.UserError, match="redirects to an unencrypted address"):
+        data.download(server.url.replace("http:", "https:"), tmp_path / "x", "sha256", data.checksum(TEXT, "sha256"))
+    assert len(server.requests) == 1 and not list(tmp_path.iterdir())
+    server.answers = [reply(b"", status=302, Location=server.url.replace("http:", "https:")), reply(TEXT)]
+    data.download(server.url.replace("http:", "https:"), tmp_path / "x", "sha256", data.checksum(TEXT, "sha256"))
+
+
+def test_archives_are_unpacked_into_their_folder_whole_or_not_at_all(monkeypatch, tmp_path):
+    import tarfile
+    make_corpora(tmp_path / "made")
+    binary, archive = tmp_path / "made/cifar-10-batches-bin", io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w:gz") as tar:
+        tar.add(binary / "test_batch.bin", "../../test_batch.bin")
+        tar.add(binary / "data_batch_1.bin", str(tmp_path / "data_batch_1.bin"))  # absolute
+        tar.add(binary / "data_batch_3.bin", "cifar-10-batches-bin/data_batch_2.bin")
+        tar.add(binary / "data_batch_1.bin", "cifar-10-batches-bin/../../evil.bin")
+        (tmp_path / "made/link").symlink_to(HERE / "README.md")
+        tar.add(tmp_path / "made/link", "cifar-10-batches-bin/data_batch_4.bin")
+        tar.add(tmp_path / "made", "cifar-10-batches-bin/data_batch_5.bin", recursive=False)  # a folder
+    shutil.rmtree(tmp_path / "made")
+    cache = tmp_path / "deep/deeper/cache"
+    offline_cifar = (*data.CIFAR[:2], "md5", data.checksum(archive.getvalue(), "md5"))
+    monkeypatch.setattr(data, "CACHE", cache)
+    monkeypatch.setattr(data, "CIFAR", offline_cifar)
+    cache.mkdir(parents=True)
+    (cache / data.CIFAR[0]).write_bytes(archive.getvalue())
+    real = os.replace
+
+    def full(source, target):  # the disk is full at the second file
+        if len(list(cache.rglob("*.bin"))) == 1:
+            raise OSError(28, "No space left on device")
+        real(source, target)
+    with monkeypatch.context() as patch, pytest.raises(harness.UserError, match="No space left"):
+        patch.setattr(os, "replace", full)
+        data.load_cifar()
+    assert data.load_cifar().name == "cifar-10, 2 of 5 training batches"  # not the one that was there
+    files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.bin") if path.is_file()}
+    assert files == {f"deep/deeper/cache/cifar-10-batches-bin/{name}.bin" for name in ("data_batch_1", "data_batch_2", "test_batch")}
 
 
 def test_named_text_falls_back_to_pydoc_loudly(server, monkeypatch, tmp_path, capsys):
@@ -768,14 +849,14 @@ def test_named_text_falls_back_to_pydoc_loudly(server, monkeypatch, tmp_path, ca
     assert "WARNING" in capsys.readouterr().err
 
 
-def test_wrong_file_in_data_dir_is_refused_and_kept(tmp_path, capsys):
+def test_case_21_wrong_file_in_data_dir_is_refused_and_kept(tmp_path, capsys):
     page = tmp_path / "tinyshakespeare.txt"
     page.write_text("<html>captive portal</html>")
     refused(capsys, train_charlm.main, ["--quick", "--data-dir", tmp_path, "--out", tmp_path / "out"], "not the expected")
     assert page.read_text() == "<html>captive portal</html>" and not (tmp_path / "out").exists()
 
 
-def test_text_is_read_as_its_bytes_are(tmp_path):
+def test_case_13_text_is_read_as_its_bytes_are(tmp_path):
     text = "\ufeffone\r\ntwo\rthree\u2028four\x85five\x0bsix\0seven é <|endoftext|> un<|endoftext|>word\n" * 40
     (tmp_path / "odd.txt").write_bytes(text.encode())
     loaded = data.load_text(str(tmp_path / "odd.txt"))
@@ -787,24 +868,31 @@ def test_text_is_read_as_its_bytes_are(tmp_path):
     assert "".join(found.vocabulary[i] for i in ids.tolist()).encode() == text.encode()
 
 
-def test_ids_hold_a_large_vocabulary(tmp_path):
+def test_case_15_ids_hold_a_large_vocabulary(tmp_path):
     text = "".join(chr(c) for c in range(0x10000, 0x10000 + 66_000)) * 2  # ids past 65535 would wrap in uint16
     (tmp_path / "wide.txt").write_text(text, encoding="utf-8")
     found = data.character_data(data.load_text(str(tmp_path / "wide.txt")), 8)
     assert len(found.vocabulary) == 66_000 and found.train.max() == 65_999
+    # tokens of a large encoding: 65543, which is 7 in 16 bits, and 7 are two
+    encoding = types.SimpleNamespace(encode=lambda text, **_: [7, 65543, 199_999] * 9, decode_bytes=lambda ids: b"x" * len(ids))
+    found = data.token_data(types.SimpleNamespace(name="t", train="", valid=""), encoding, 8)
+    assert found.vocab == 3 and found.train.tolist() == [0, 1, 2] * 9
 
 
 @pytest.mark.parametrize("content, words", [
     (b"good text " * 300 + b"\xff\xfe", ["not UTF-8", "offset 3000"]), (b"short", ["5 characters", "needs 33"]),
     (b"a" * 5000, ["nothing to learn"]), (b"", ["nothing to learn"]), (b"ab" * 150, ["validation part of 30", "needs 33"])])
-def test_unusable_texts_are_refused(tmp_path, capsys, content, words):
+def test_case_09_unusable_texts_are_refused(tmp_path, capsys, content, words):
     (tmp_path / "bad.txt").write_bytes(content)
     refused(capsys, train_charlm.main, ["--quick", "--dataset", tmp_path / "bad.txt", "--out", tmp_path / "out"], *words)
     assert not (tmp_path / "out").exists() and (tmp_path / "bad.txt").read_bytes() == content
 
 
-def test_windows_never_leave_the_text():
+def test_case_11_windows_never_leave_the_text():
     ids = torch.arange(100)
+    with pytest.raises(harness.UserError, match="needs 102"):  # a part of 101 - 1 tokens for a block of 101 + 1
+        data.token_data(types.SimpleNamespace(name="t", train="a" * 100, valid="a" * 200), types.SimpleNamespace(
+            encode=lambda text, **_: list(text.encode())), 101)
     x, y = data.windows(ids, torch.tensor([0, 100 - 9]), 8, "cpu")
     assert x[0].tolist() == [*range(8)] and y[1].tolist() == [*range(92, 100)]
 
@@ -1206,7 +1294,7 @@ def small_disk(tmp_path):
         (disk / "filler").unlink(missing_ok=True)
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     yield types.SimpleNamespace(path=disk, fill=fill, free=free, mounted=mounted)
-    os.system(f"umount {disk}") if mounted else free()
+    os.system(f"umount -l {disk}") if mounted else free()
 
 
 def test_full_disk_keeps_what_was_there(small_disk, whole):
@@ -1328,6 +1416,8 @@ def test_charlm_eta_sweep_end_to_end(tmp_path, prose, control):
     (["--beta", "-2"], ["finite"]), (["--heads", "5"], ["head size"]), (["--dim", "36", "--heads", "4"], ["head size"]),
     (["--dataset", "no-such-file.txt"], ["no such file"]), (["--seq", "1000000"], ["needs 1000001"]),
     (["--device", "tpu"], ["unknown --device"]), (["--dtype", "int8"], ["unknown --dtype"]), (["--steps", "0"], ["steps"]),
+    (["--seed", "99999999999999999999"], ["seed"]), (["--batch", "0"], ["batch"]), (["--lr", "nan"], ["finite"]),
+    (["--threads", "0"], ["threads"]), (["--temperature", "-1"], ["temperature"]), (["--sample", "-1"], ["sample"]),
     (["--resume"], ["--out"]), (["--lr", "1", "2", "3"], ["3 values for 2 arms"]), (["--eta", "--arms", "consensus"], ["standard"])])
 def test_charlm_refuses_bad_input(tmp_path, monkeypatch, capsys, options, words):
     monkeypatch.chdir(tmp_path)
@@ -1351,19 +1441,36 @@ def test_user_errors_from_the_shell(tmp_path, children):
     assert done.returncode != 0 and "Traceback" in done.stderr
 
 
-def test_sampling_guards():
+def test_case_31_sample_longer_than_the_context():
     torch.manual_seed(0)
     model = Transformer(4, 1, 8, 1)
     text = train_charlm.sample(model, "\nabc", "a", 30, 8, 0.0, 0, "cpu")  # longer than the context, greedy
     assert len(text) == 31 and train_charlm.sample(model, "\nabc", "", 5, 8, 1.0, 0, "cpu").startswith("\n")
     assert train_charlm.sample(model, "\nabc", "a", 9, 8, 1.0, 1, "cpu") != train_charlm.sample(model, "\nabc", "a", 9, 8, 1.0,
                                                                                              2, "cpu")
-    torch.nn.init.constant_(model.head.weight, math.nan)
-    with pytest.raises(harness.UserError, match="not finite"):
-        train_charlm.sample(model, "\nabc", "a", 5, 8, 1.0, 0, "cpu")
-    for bad in ("d", "\u00e9"):
-        with pytest.raises(harness.UserError, match="does not occur"):
-            train_charlm.encode(bad, "\nabc")
+
+
+def test_case_05_nan_logits_and_extreme_temperatures():
+    torch.manual_seed(0)
+    model = Transformer(4, 1, 8, 1)
+    greedy, *others = (train_charlm.sample(model, "\nabc", "a", 30, 8, temperature, 0, "cpu")
+                       for temperature in (0.0, 1e-300, 1e-30, 1e300))
+    assert greedy == others[0] == others[1] != others[2] and set("".join(others)) <= set("\nabc")
+    with torch.no_grad():
+        model.head.weight[2] = math.nan  # one logit of four
+    for temperature in (0.0, 1.0):
+        with pytest.raises(harness.UserError, match="not finite"):
+            train_charlm.sample(model, "\nabc", "a", 5, 8, temperature, 0, "cpu")
+
+
+def test_case_03_prompt_outside_of_the_text(tmp_path, capsys):
+    (tmp_path / "abc.txt").write_text("abc\n" * 200)
+    options = ["--quick", "--steps", "1", "--dataset", tmp_path / "abc.txt", "--out", tmp_path / "out", "--layers", "1"]
+    for bad in ("d", "ab\u00e9"):
+        refused(capsys, train_charlm.main, [*options, "--prompt", bad], f"{bad[-1]!r} at position {len(bad) - 1}", "does not occur")
+    assert not (tmp_path / "out").exists()
+    run_main(train_charlm.main, *options, "--prompt", "", "--arms", "standard", "--seq", "16", "--sample", "5")
+    assert "--- standard" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------- noise_arms.py, train_wikitext.py, train_cifar_patches.py
@@ -1478,15 +1585,45 @@ def test_cifar_end_to_end_and_its_resume(small_data, tmp_path, capsys):
     assert json.loads((tmp_path / "cut/summary.json").read_text())["runs"] == summary["runs"][:2]
 
 
-def test_sweep_in_shards_ends_in_one_table(small_data, tmp_path, capsys):
+def test_sweep_in_shards_ends_in_one_table(small_data, tmp_path, children, capsys):
     options = ["--quick", "--steps", "1", "--arms", "sphere", "tangent", "--sweep", "--data-dir", small_data, "--batch", "2",
                "--dim", "8", "--heads", "1",
                "--out", tmp_path / "out"]
-    run_main(train_cifar_patches.main, *options, "--shard", "0/2")
-    assert "7 of 13 runs are done" in capsys.readouterr().out
-    run_main(train_cifar_patches.main, *options, "--shard", "1/2")
+    shards = [children.start(tmp_path / str(k), "train_cifar_patches.py", *options, "--shard", f"{k}/2",
+                             before=(prepare, small_data)) for k in range(2)]  # at once: whoever ends last makes the table
+    done = [children.wait(child) for child in shards]
+    assert [each.returncode for each in done] == [0, 0], done
     summary = json.loads((tmp_path / "out/summary.json").read_text())
     assert summary["complete"] and len(summary["table"]) == 13
+    assert not list((tmp_path / "out").rglob("*.tmp"))
+    # a finished row belongs to its settings
+    refused(capsys, train_cifar_patches.main, [*options, "--resume", "--lr", "0.1"], "lr = 0.003, this run has 0.1")
+    assert json.loads((tmp_path / "out/summary.json").read_text()) == summary
+    (tmp_path / "out/sphere-seed0/row.json").write_text('{"arm"')
+    refused(capsys, train_cifar_patches.main, [*options, "--resume"], "row.json is not JSON", "move it away")
+
+
+def test_sweeps_go_on_after_a_point_that_diverged(small_data, tmp_path, monkeypatch, capsys):
+    options = ["--quick", "--steps", "3", "--dim", "8", "--heads", "1"]
+    run_main(train_cifar_patches.main, *options, "--arms", "prenorm", "tangent", "isotropic", "--lr", "1e30", "3e-3", "3e-3",
+             "--data-dir", small_data, "--out", tmp_path / "cifar")
+    found = json.loads((tmp_path / "cifar/summary.json").read_text())
+    assert [row["diverged"] for row in found["runs"]] == [True, False, False] and found["complete"]
+    assert [line["n"] for line in found["table"]] == [0, 1, 1] and found["table"][0]["error"] is None
+    assert re.search(r"prenorm-seed0 diverged at step \d: .*first in the (output|gradient) of \w+", capsys.readouterr().err)
+    real = harness.train
+
+    def train(folder, model, *args, **options):  # the middle point of three
+        if "eta1" in folder.name:
+            model.blocks[1].register_forward_hook(lambda module, args, output: output * math.nan if module.training else output)
+        return real(folder, model, *args, **options)
+    monkeypatch.setattr(harness, "train", train)
+    run_main(train_charlm.main, *options, "--eta", "0.3", "1", "2", "--dataset", small_data / "prose.txt", "--seq", "16",
+             "--layers", "2", "--out", tmp_path / "eta")
+    rows = json.loads((tmp_path / "eta/summary.json").read_text())["sweep"]
+    assert [row["diverged"] for row in rows] == [False, True, False] and rows[1]["diverged_by"] == "loss"
+    assert re.fullmatch("step 0: loss nan, gradient norm nan, first in the output of blocks.1", rows[1]["diverged_at"])
+    assert "consensus-seq16-seed0-eta1 diverged at step 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("damage, words", [
@@ -1530,6 +1667,8 @@ def test_wikitext_end_to_end(tmp_path, monkeypatch, capsys):
     for row in summary["runs"]:
         assert math.isclose(row["ppl_token"], math.exp(row["val_loss"])) and row["context"] == 32
         assert row["ppl_word"] > row["ppl_token"] and row["sign_0.1"] > 0
+    for line in output.out.splitlines():  # no perplexity without its unit and context
+        assert "ppl" not in line or "ppl/token at 32" in line and "ppl/word at 32" in line
 
 
 def test_wikitext_files_and_their_fallback(server, tmp_path, monkeypatch, capsys):
@@ -1548,7 +1687,7 @@ def test_wikitext_files_and_their_fallback(server, tmp_path, monkeypatch, capsys
     assert "WARNING" in capsys.readouterr().err
 
 
-def test_tokens_over_the_union_and_special_text(monkeypatch, tmp_path):
+def test_case_19_tokens_over_the_union_and_special_text(monkeypatch, tmp_path):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))  # an empty cache and no network: bytes, not a crash
     monkeypatch.setattr("tiktoken.get_encoding", lambda name: (_ for _ in ()).throw(OSError("no network")))
     encoding = data.gpt2_encoding()
@@ -1566,7 +1705,7 @@ def test_tokens_over_the_union_and_special_text(monkeypatch, tmp_path):
         data.token_data(text, encoding, 1000)
 
 
-def test_gpt2_files_under_their_human_names(monkeypatch, tmp_path):
+def test_case_17_gpt2_files_under_their_human_names(monkeypatch, tmp_path):
     # a tiny byte-pair table in the layout of vocab.bpe and encoder.json; tiktoken alone would look for sha1 names
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
     printable = [chr(b) for b in (*range(33, 127), *range(161, 173), *range(174, 256))]
@@ -1950,7 +2089,7 @@ def test_noise_low_rank_forms_no_d_by_d_matrix():
 
 # ------------------------------------------------------------------------- noise_block.py: seeds, state, modes
 
-def test_noise_equal_seeds_equal_noise_whatever_else_is_drawn():
+def test_noise_case_39_equal_seeds_equal_noise_whatever_else_is_drawn():
     x = noise_tokens(2, 5, 8, dtype=torch.float32)
     one, two, other = (TangentNoise(8, 0.1, 0.3, seed=s) for s in (7, 7, 8))
     first = [one(x) for _ in range(3)]

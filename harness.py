@@ -98,12 +98,12 @@ def finite(value):
 
 # --------------------------------------------------------------------------------------------- the command line
 
-def number(kind, low=None, above=None):
-    """An argparse type: a finite int or float, >= low or > above."""
+def number(kind, low=None, above=None, high=math.inf):
+    """An argparse type: a finite int or float, >= low or > above, and <= high."""
     def parse(text):
         value = kind(text)
-        if not math.isfinite(value) or (low is not None and value < low) or (above is not None and value <= above):
-            bound = f">= {low}" if low is not None else f"> {above}"
+        if not math.isfinite(value) or (low is not None and value < low) or (above is not None and value <= above) or value > high:
+            bound = (f">= {low}" if low is not None else f"> {above}") + f" and <= {high}" * (high < math.inf)
             raise argparse.ArgumentTypeError(f"must be a finite number {bound}, not {text}")
         return value
     parse.__name__ = kind.__name__
@@ -135,7 +135,7 @@ def add_common(parser, **defaults):
     options = [
         ("--device", str, "auto", "auto, cpu, cuda or mps"),
         ("--dtype", str, "auto", "auto, float32, bfloat16 or float16 (mixed precision; float32 on a CPU by default)"),
-        ("--seed", int, 0, "first seed"),
+        ("--seed", number(int, low=0, high=2 ** 31), 0, "first seed"),  # each seeds others: 1000 times it is one
         ("--seeds", count, 1, "number of seeds: seed, seed + 1, ..."),
         ("--steps", count, None, "training steps"),
         ("--batch", count, None, "sequences per step"),
@@ -254,7 +254,7 @@ def write_config(out, config, args, device):
     path = out / "config.json"
     if not path.exists():
         write_json(path, {**config, "options": {k: str(v) for k, v in vars(args).items()}, "environment": environment(device)})
-    elif "options" not in (found := read_json(path)) or "environment" not in found:
+    elif not {"options", "environment"} <= set(read_json(path)):
         raise UserError(f"{path} is not a run's: it is kept; choose another --out")
 
 
@@ -376,24 +376,24 @@ def learning_rate(step, steps, peak, warmup):
     return peak * min(1, (step + 1) / warmup) * (0.1 + 0.45 * (1 + math.cos(math.pi * step / steps)))
 
 
-@torch.no_grad()
 def first_bad(model, inputs, targets):
-    """The layer where numbers stop being finite: forward, the first output; else backward, the last gradient by order."""
-    bad = []
+    """The layer where numbers stop being finite: in the first output, or on the way back, in the last gradient by order."""
+    found = []
 
     def look(name):
         def hook(module, _, output):
-            tensors = [x for x in (output if isinstance(output, tuple) else (output,)) if torch.is_tensor(x)]
-            if not all(x.isfinite().all() for x in tensors):
-                bad.append(f"first in the output of {name}")
+            tensors = output if isinstance(output, tuple) else (output,)
+            if not all(x.isfinite().all() for x in tensors if torch.is_tensor(x)):
+                found.append(f"first in the output of {name}")
         return hook
     hooks = [module.register_forward_hook(look(name)) for name, module in model.named_modules() if name]
-    model(inputs, targets)
+    model.zero_grad()  # clipping by a norm that is not finite has spoilt them all
+    model(inputs, targets)[1].backward()
     for hook in hooks:
         hook.remove()
-    bad += [f"first in the gradient of {name}" for name, p in reversed(list(model.named_parameters()))
-            if p.grad is not None and not p.grad.isfinite().all()]
-    return bad[0] if bad else "in the loss alone"
+    found += [f"first in the gradient of {name}" for name, p in reversed(list(model.named_parameters()))
+              if p.grad is not None and not p.grad.isfinite().all()]
+    return found[0] if found else "in the loss alone"
 
 
 def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device, dtype, evaluate, eval_every,
@@ -444,7 +444,8 @@ def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device
         for row in rows:
             if not math.isfinite(row["loss"]) or not (math.isfinite(row["grad_norm"]) or scaler.is_enabled()):
                 late = f"seen {step - row['step']} steps later: the layer is not known"  # on a GPU; on a CPU at once
-                where = first_bad(model, inputs, targets) if step == row["step"] else late
+                with torch.autocast(device.type, dtype, enabled=dtype is not None):
+                    where = first_bad(model, inputs, targets) if step == row["step"] else late
                 raise Diverged(f"step {row['step']}: loss {row['loss']}, gradient norm {row['grad_norm']}, {where}")
 
     def save(at):

@@ -6,7 +6,9 @@ All tests, from mathematics and known answers. No network; two CPU cores.
 """
 import argparse
 import copy
+import dataclasses
 import functools
+import http.client
 import importlib
 import importlib.util
 import io
@@ -17,6 +19,7 @@ import os
 import pathlib
 import random
 import re
+import resource
 import runpy
 import shutil
 import signal
@@ -268,7 +271,7 @@ def test_rope_keeps_norms_and_depends_on_differences_alone(start):
     assert math.isclose(turned[11].item(), math.sin(angle), abs_tol=1e-6)
 
 
-def test_rope_tables_do_not_alias_in_a_bfloat16_model():
+def test_case_29_rope_tables_do_not_alias_in_a_bfloat16_model():
     # bfloat16 positions past 256 coincide; a model cast to bfloat16 must still tell 1000 positions apart
     torch.manual_seed(0)
     attn = ConsensusAttention(16, heads=2, eta=1.0, beta=4.0, causal=True, value=True, qk=True)
@@ -297,7 +300,7 @@ def test_consensus_is_fixed_since_values_are_not_rotated():
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_no_leak_from_the_future(arm):
+def test_case_27_no_leak_from_the_future(arm):
     torch.manual_seed(0)
     model = Transformer(11, 3, 16, 2, arm)
     ids = torch.randint(11, (2, 12))
@@ -305,6 +308,8 @@ def test_no_leak_from_the_future(arm):
     changed[:, 7:] = (changed[:, 7:] + 1) % 11
     assert torch.allclose(model(ids)[0][:, :7], model(changed)[0][:, :7], atol=1e-6)
     assert (model(ids)[0][:, 7:] - model(changed)[0][:, 7:]).abs().max() > 1e-3
+    for length in range(1, 12):  # what sampling sees, one token after the other, and what training sees at once
+        assert torch.allclose(model(ids[:, :length])[0][:, -1], model(ids)[0][:, length - 1], atol=1e-6)
 
 
 def test_gradients_in_float64():
@@ -316,7 +321,7 @@ def test_gradients_in_float64():
     assert torch.autograd.gradcheck(attn, z)
 
 
-def test_zero_token_stays_finite_forward_and_backward():
+def test_case_33_zero_token_stays_finite_forward_and_backward():
     x = tokens(1, 6, 8, dtype=torch.float32).clone()
     x[0, 2] = 0
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -348,7 +353,7 @@ def test_lambda_max_against_dense(n, d, beta):
 @pytest.mark.parametrize("spectrum", [
     [-5.0, 1.0], [-5.0, -1.0], [1.0] * 6, [0.0] * 5, [3.0], [0.0],
     [2.0, 2.0, 2.0, 1.0, 0.0, -7.0], [1.0, 1.0 - 1e-9, 1.0 - 2e-9, 0.5, 0.1], [*range(-20, 21)]])
-def test_lanczos_on_known_spectra(spectrum):
+def test_case_37_lanczos_on_known_spectra(spectrum):
     # the largest algebraic eigenvalue, not the largest modulus; repeated values and tiny gaps; the zero operator
     values = torch.tensor(spectrum, dtype=torch.float64)
     Q = torch.linalg.qr(torch.randn(len(values), len(values), dtype=torch.float64,
@@ -369,7 +374,7 @@ def test_lanczos_keeps_its_basis_orthogonal():
     assert zero.item() == 0
 
 
-def test_lambda_max_of_nothing_to_disagree():
+def test_case_35_lambda_max_of_nothing_to_disagree():
     one = tokens(2, 1, 8)
     for causal in (False, True):
         value, residual, converged = rc.lambda_max(one, 2.0, causal)
@@ -428,7 +433,7 @@ def test_linearisation_at_consensus_is_exact():
     assert torch.allclose(moved, delta - eta * (delta - A @ delta), atol=1e-12)
 
 
-def test_local_multiplier_on_known_maps():
+def test_case_37_local_multiplier_on_known_maps():
     # consensus: max over the spectrum of |1 - eta lambda|
     x, eta = tokens(8).expand(24, 8), 2.5
     lam = 1 - torch.linalg.eigvalsh(rc.symmetrized(x, 2.0))
@@ -505,7 +510,7 @@ def test_module_is_the_note_block_and_heads_are_separate_spheres():
 
 @pytest.mark.parametrize("change", [dict(eta=0.9), dict(beta=1.0), dict(causal=True), dict(heads=2), dict(value=True),
                                     dict(qk=True)])
-def test_every_option_changes_the_output(change):
+def test_case_41_every_option_changes_the_output(change):
     torch.manual_seed(0)
     x = unit(torch.randn(1, 10, 8))
     plain = ConsensusAttention(8, eta=0.5, beta=3.0)(x)
@@ -704,7 +709,7 @@ def server():
 
     web = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     web.requests, web.url = [], f"http://127.0.0.1:{web.server_address[1]}/data.txt"
-    threading.Thread(target=web.serve_forever, daemon=True).start()
+    threading.Thread(target=web.serve_forever, args=(0.01,), daemon=True).start()
     yield web
     web.shutdown()
     web.server_close()
@@ -718,7 +723,6 @@ def reply(body, status=200, length=None, **headers):
             handler.send_header(name.replace("_", "-"), value)
         handler.end_headers()
         handler.wfile.write(body)
-        handler.close_connection = True
     return answer
 
 
@@ -730,6 +734,16 @@ def test_download_is_checked_and_cached(server, monkeypatch, tmp_path):
     server.answers = [reply(TEXT)]
     assert data.load_text("shakespeare").text == TEXT.decode()
     assert data.load_text("shakespeare").name == "shakespeare" and len(server.requests) == 1  # the second from the cache
+
+
+def test_two_downloads_at_once_are_one(server, monkeypatch, tmp_path):
+    # two shards that start on a new machine: the second waits, and finds the file in the cache
+    import concurrent.futures
+    sources(monkeypatch, tmp_path, server.url, TEXT)
+    server.answers = [lambda handler: (time.sleep(0.2), reply(TEXT)(handler))]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        texts = list(pool.map(lambda _: data.load_text("shakespeare").text, range(2)))
+    assert texts == [TEXT.decode()] * 2 and len(server.requests) == 1
 
 
 def test_cut_off_download_is_continued(server, monkeypatch, tmp_path):
@@ -744,11 +758,33 @@ def test_cut_off_download_is_continued(server, monkeypatch, tmp_path):
     assert not list((tmp_path / "cache").glob("*.part"))
 
 
+def stall(handler):
+    """Half of the file, then nothing."""
+    handler.send_response(200)
+    handler.send_header("Content-Length", str(len(TEXT)))
+    handler.end_headers()
+    handler.wfile.write(TEXT[:len(TEXT) // 2])
+    time.sleep(0.5)
+
+
+@pytest.mark.parametrize("first", [reply(TEXT[:1000], length=len(TEXT)), stall, lambda handler: handler.wfile.write(b"SSH-2.0\r\n"),
+                                   reply(b"later", status=503), reply(b"", status=302, Location="/data.txt")],
+                         ids=["cut off", "stalls", "no HTTP", "503", "redirect"])
+@pytest.mark.parametrize("part", [b"", b"of another file", TEXT, TEXT + b"more"], ids=["new", "foreign", "whole", "longer"])
+def test_downloads_end_well(server, tmp_path, first, part):
+    # each is tried again, whatever part an earlier run left, and though this server knows no ranges
+    server.answers = [first, reply(TEXT, status=200)]
+    if part:
+        (tmp_path / "data.txt.part").write_bytes(part)
+    data.download(server.url, tmp_path / "data.txt", "sha256", data.checksum(TEXT, "sha256"), timeout=0.2)
+    assert (tmp_path / "data.txt").read_bytes() == TEXT and len(list(tmp_path.iterdir())) == 1
+
+
 @pytest.mark.parametrize("answer, words", [
     (reply(b"<!DOCTYPE html><html>log in</html>"), "an HTML page"), (reply(b"no", status=403), "HTTP 403"),
-    (reply(b""), "0 bytes"), (reply(TEXT[:-1]), "bytes of something else"),
-    (lambda handler: time.sleep(1), "timed out")])
-def test_bad_downloads_never_become_data(server, monkeypatch, tmp_path, answer, words):
+    (reply(b"no", status=416), "HTTP 416"), (reply(b""), "0 bytes"), (reply(TEXT[:-1]), "bytes of something else"),
+    (lambda handler: time.sleep(0.5), "timed out")])
+def test_case_21_bad_downloads_never_become_data(server, monkeypatch, tmp_path, answer, words):
     sources(monkeypatch, tmp_path, server.url, TEXT)
     server.answers = [answer]
     path = tmp_path / "good.txt"
@@ -756,6 +792,53 @@ def test_bad_downloads_never_become_data(server, monkeypatch, tmp_path, answer, 
     with pytest.raises(harness.UserError, match=words):
         data.download(server.url, path, "sha256", data.checksum(TEXT, "sha256"), tries=2, timeout=0.2)
     assert path.read_bytes() == b"what was there" and [p.name for p in tmp_path.iterdir()] == ["good.txt"]
+
+
+def test_downloads_stay_encrypted_and_come_from_the_listed_sources(server, monkeypatch, tmp_path):
+    for _, url, *_ in [*sum(data.SOURCES.values(), []), data.CIFAR]:
+        assert re.match(r"https://(raw\.githubusercontent\.com/(karpathy|wojzaremba|pytorch)|www\.cs\.toronto\.edu)/", url)
+    # https without its encryption, so that this server can answer it; it redirects to http, which is not asked for anything
+    monkeypatch.setattr("urllib.request.HTTPSHandler.https_open",
+                        lambda self, request: self.do_open(http.client.HTTPConnection, request))
+    server.answers = [reply(b"", status=302, Location=server.url), reply(TEXT)]
+    with pytest.raises(harness.UserError, match="redirects to an unencrypted address"):
+        data.download(server.url.replace("http:", "https:"), tmp_path / "x", "sha256", data.checksum(TEXT, "sha256"))
+    assert len(server.requests) == 1 and not list(tmp_path.iterdir())
+    server.answers = [reply(b"", status=302, Location=server.url.replace("http:", "https:")), reply(TEXT)]
+    data.download(server.url.replace("http:", "https:"), tmp_path / "x", "sha256", data.checksum(TEXT, "sha256"))
+
+
+def test_archives_are_unpacked_into_their_folder_whole_or_not_at_all(monkeypatch, tmp_path):
+    import tarfile
+    make_corpora(tmp_path / "made")
+    binary, archive = tmp_path / "made/cifar-10-batches-bin", io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w:gz") as tar:
+        tar.add(binary / "test_batch.bin", "../../test_batch.bin")
+        tar.add(binary / "data_batch_1.bin", str(tmp_path / "data_batch_1.bin"))  # absolute
+        tar.add(binary / "data_batch_3.bin", "cifar-10-batches-bin/data_batch_2.bin")
+        tar.add(binary / "data_batch_1.bin", "cifar-10-batches-bin/../../evil.bin")
+        (tmp_path / "made/link").symlink_to(HERE / "README.md")
+        tar.add(tmp_path / "made/link", "cifar-10-batches-bin/data_batch_4.bin")
+        tar.add(tmp_path / "made", "cifar-10-batches-bin/data_batch_5.bin", recursive=False)  # a folder
+    shutil.rmtree(tmp_path / "made")
+    cache = tmp_path / "deep/deeper/cache"
+    offline_cifar = (*data.CIFAR[:2], "md5", data.checksum(archive.getvalue(), "md5"))
+    monkeypatch.setattr(data, "CACHE", cache)
+    monkeypatch.setattr(data, "CIFAR", offline_cifar)
+    cache.mkdir(parents=True)
+    (cache / data.CIFAR[0]).write_bytes(archive.getvalue())
+    real = os.replace
+
+    def full(source, target):  # the disk is full at the second file
+        if len(list(cache.rglob("*.bin"))) == 1:
+            raise OSError(28, "No space left on device")
+        real(source, target)
+    with monkeypatch.context() as patch, pytest.raises(harness.UserError, match="No space left"):
+        patch.setattr(os, "replace", full)
+        data.load_cifar()
+    assert data.load_cifar().name == "cifar-10, 2 of 5 training batches"  # not the one that was there
+    files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.bin") if path.is_file()}
+    assert files == {f"deep/deeper/cache/cifar-10-batches-bin/{name}.bin" for name in ("data_batch_1", "data_batch_2", "test_batch")}
 
 
 def test_named_text_falls_back_to_pydoc_loudly(server, monkeypatch, tmp_path, capsys):
@@ -766,14 +849,14 @@ def test_named_text_falls_back_to_pydoc_loudly(server, monkeypatch, tmp_path, ca
     assert "WARNING" in capsys.readouterr().err
 
 
-def test_wrong_file_in_data_dir_is_refused_and_kept(tmp_path, capsys):
+def test_case_21_wrong_file_in_data_dir_is_refused_and_kept(tmp_path, capsys):
     page = tmp_path / "tinyshakespeare.txt"
     page.write_text("<html>captive portal</html>")
     refused(capsys, train_charlm.main, ["--quick", "--data-dir", tmp_path, "--out", tmp_path / "out"], "not the expected")
     assert page.read_text() == "<html>captive portal</html>" and not (tmp_path / "out").exists()
 
 
-def test_text_is_read_as_its_bytes_are(tmp_path):
+def test_case_13_text_is_read_as_its_bytes_are(tmp_path):
     text = "\ufeffone\r\ntwo\rthree\u2028four\x85five\x0bsix\0seven é <|endoftext|> un<|endoftext|>word\n" * 40
     (tmp_path / "odd.txt").write_bytes(text.encode())
     loaded = data.load_text(str(tmp_path / "odd.txt"))
@@ -785,24 +868,31 @@ def test_text_is_read_as_its_bytes_are(tmp_path):
     assert "".join(found.vocabulary[i] for i in ids.tolist()).encode() == text.encode()
 
 
-def test_ids_hold_a_large_vocabulary(tmp_path):
+def test_case_15_ids_hold_a_large_vocabulary(tmp_path):
     text = "".join(chr(c) for c in range(0x10000, 0x10000 + 66_000)) * 2  # ids past 65535 would wrap in uint16
     (tmp_path / "wide.txt").write_text(text, encoding="utf-8")
     found = data.character_data(data.load_text(str(tmp_path / "wide.txt")), 8)
     assert len(found.vocabulary) == 66_000 and found.train.max() == 65_999
+    # tokens of a large encoding: 65543, which is 7 in 16 bits, and 7 are two
+    encoding = types.SimpleNamespace(encode=lambda text, **_: [7, 65543, 199_999] * 9, decode_bytes=lambda ids: b"x" * len(ids))
+    found = data.token_data(types.SimpleNamespace(name="t", train="", valid=""), encoding, 8)
+    assert found.vocab == 3 and found.train.tolist() == [0, 1, 2] * 9
 
 
 @pytest.mark.parametrize("content, words", [
     (b"good text " * 300 + b"\xff\xfe", ["not UTF-8", "offset 3000"]), (b"short", ["5 characters", "needs 33"]),
     (b"a" * 5000, ["nothing to learn"]), (b"", ["nothing to learn"]), (b"ab" * 150, ["validation part of 30", "needs 33"])])
-def test_unusable_texts_are_refused(tmp_path, capsys, content, words):
+def test_case_09_unusable_texts_are_refused(tmp_path, capsys, content, words):
     (tmp_path / "bad.txt").write_bytes(content)
     refused(capsys, train_charlm.main, ["--quick", "--dataset", tmp_path / "bad.txt", "--out", tmp_path / "out"], *words)
     assert not (tmp_path / "out").exists() and (tmp_path / "bad.txt").read_bytes() == content
 
 
-def test_windows_never_leave_the_text():
+def test_case_11_windows_never_leave_the_text():
     ids = torch.arange(100)
+    with pytest.raises(harness.UserError, match="needs 102"):  # a part of 101 - 1 tokens for a block of 101 + 1
+        data.token_data(types.SimpleNamespace(name="t", train="a" * 100, valid="a" * 200), types.SimpleNamespace(
+            encode=lambda text, **_: list(text.encode())), 101)
     x, y = data.windows(ids, torch.tensor([0, 100 - 9]), 8, "cpu")
     assert x[0].tolist() == [*range(8)] and y[1].tolist() == [*range(92, 100)]
 
@@ -926,136 +1016,355 @@ def test_killed_after_the_last_checkpoint(tmp_path, runs):
     run.finish(tmp_path / "cut")
 
 
-def small_run(folder, steps=12, stop_at=None, every=4, seed=0, optimizer=None, compile=False, bad_step=None, **header):
-    """harness.train in this process, on a tiny model with dropout; stop_at: a SIGINT (two, in fact) arrives there."""
+class Net(torch.nn.Module):
+    """Two layers with dropout between them; what becomes of the hidden tokens can be set."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 1))
+        self.hidden = lambda h: h
+
+    def forward(self, x, y):
+        return None, F.mse_loss(self.net[2](self.net[1](self.hidden(self.net[0](x))))[:, 0], y)
+
+
+def small_run(folder, steps=12, at=None, every=4, seed=0, compile=False, wrap=lambda net: net, **header):
+    """harness.train in this process on Net; at: {step: function of the net, called before that step}."""
     torch.manual_seed(seed)
-    model = torch.nn.ModuleDict({"net": torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Dropout(0.3),
-                                                            torch.nn.Linear(16, 1))})
-    seen = []
-
-    class Net(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = model["net"]
-
-        def forward(self, x, y):
-            return None, F.mse_loss(self.net(x)[:, 0], y) * (math.nan if len(seen) - 1 == bad_step else 1)
+    net, seen = Net(), []
 
     def batch(step):
         seen.append(step)
-        if step == stop_at:
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
+        (at or {}).get(step, lambda _: None)(net)
         x = torch.randn(8, 6, generator=harness.generator(seed, "data", step))
         return x, x.sum(-1)
 
-    net = Net()
-    result = harness.train(folder, net, batch, header, seed=seed, steps=steps, lr=0.01, weight_decay=0.1,
-                           device=torch.device("cpu"), dtype=None, eval_every=every, compile=compile,
-                           evaluate=lambda m: {"val_loss": m.net[0].weight.sum().item()}, progress=harness.Progress(steps),
-                           label="small")
+    def evaluate(m):
+        torch.rand(3)  # an evaluation that draws
+        return {"val_loss": m.net[0].weight.square().sum().item()}
+    result = harness.train(folder, wrap(net), batch, header, seed=seed, steps=steps, lr=0.01, weight_decay=0.1,
+                           device=torch.device("cpu"), dtype=None, eval_every=every, compile=compile, evaluate=evaluate,
+                           progress=harness.Progress(steps), label="small")
     return net, result, seen
 
 
-def test_interrupt_saves_and_resume_repeats_no_batch(tmp_path):
-    whole, result, _ = small_run(tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt, match="--resume"):
-        small_run(tmp_path / "cut", stop_at=5)
+def interrupt(_):
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def equal(left, right):
+    return all(torch.equal(a, b) for a, b in zip(left.parameters(), right.parameters()))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A small run that nobody stopped: its folder, net and result."""
+    folder = tmp_path_factory.mktemp("small") / "run"
+    return types.SimpleNamespace(folder=folder, **dict(zip(("net", "result", "seen"), small_run(folder))))
+
+
+def test_case_01_resume_repeats_no_batch(tmp_path, whole):
+    with pytest.raises(KeyboardInterrupt, match=f"--resume --out {tmp_path}"):
+        small_run(tmp_path / "cut", at={5: interrupt})
+    with open(tmp_path / "cut/metrics.jsonl", "ab") as log:
+        log.write(b'{"step": 6, "loss": 1}\n{"ste')  # of steps after the checkpoint, as kill -9 leaves them
     net, again, seen = small_run(tmp_path / "cut")
-    assert seen == [6, 7, 8, 9, 10, 11] and again == result
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), net.parameters()))
-    assert (tmp_path / "cut/metrics.jsonl").read_bytes() == (tmp_path / "whole/metrics.jsonl").read_bytes()
+    assert whole.seen == [*range(12)] and seen == [6, 7, 8, 9, 10, 11] and again == whole.result and equal(net, whole.net)
+    assert (tmp_path / "cut/metrics.jsonl").read_bytes() == (whole.folder / "metrics.jsonl").read_bytes()
+    grown = [each["val_loss"] for each in again["evaluations"]]
+    assert again["best"] == {"val_loss": min(grown), "step": 4 * grown.index(min(grown))}  # best so far, over the resume
 
 
-def test_evaluation_changes_no_training_number(tmp_path):
-    often, _, _ = small_run(tmp_path / "often", every=1)
-    seldom, _, _ = small_run(tmp_path / "seldom", every=100)
-    assert all(torch.equal(a, b) for a, b in zip(often.parameters(), seldom.parameters()))
+def test_interrupt_in_the_last_step_stops_before_the_next_run(tmp_path, whole):
+    with pytest.raises(KeyboardInterrupt, match="step 12"):
+        small_run(tmp_path / "cut", at={11: interrupt})
+    _, again, seen = small_run(tmp_path / "cut")
+    assert seen == [] and again == whole.result
 
 
-def test_broken_checkpoint_falls_back_to_the_one_before(tmp_path, capsys):
-    whole, result, _ = small_run(tmp_path / "whole")
-    small_run(tmp_path / "cut")
-    (tmp_path / "cut/result.json").unlink()
+def wait_for(path):
+    for _ in range(3000):
+        if path.exists():
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"{path} never came")
+
+
+def slow_saves(folder, seconds):
+    """In a child: a checkpoint takes so long to write, and <folder>/saving says that one is being written."""
+    prepare(folder)
+    real = torch.save
+
+    def save(*args):
+        (folder / "saving").touch()
+        time.sleep(seconds)
+        real(*args)
+    torch.save = save
+
+
+@pytest.mark.parametrize("signals, seconds", [(1, 0), (2, 0.2)])
+def test_case_23_interrupts_from_a_shell(tmp_path, children, signals, seconds):
+    # one SIGINT to the process group; and two, 50 ms apart, while a checkpoint is written
+    make_corpora(tmp_path)
+    child = children.start(tmp_path / "run", "train_charlm.py", "--quick", "--dataset", tmp_path / "prose.txt", "--steps",
+                           "2000", "--eval-every", "5", "--out", "out", before=(slow_saves, tmp_path, seconds))
+    wait_for(tmp_path / "saving")
+    for k in range(signals):
+        time.sleep(0.05 * k)
+        os.killpg(child.pid, signal.SIGINT)
+    done = children.wait(child)
+    assert done.returncode == 130 and "Traceback" not in done.stderr
+    assert re.fullmatch(r"interrupted at step \d+ of standard.*: go on with the same command and --resume --out out",
+                        done.stderr.splitlines()[-1])
+    state = harness.load_checkpoint(tmp_path / "run/out/standard-seq32-seed0", {})
+    assert f"step {state['step']} of" in done.stderr and not list((tmp_path / "run/out").rglob("*.tmp"))
+
+
+def test_interrupt_outside_of_training_is_one_line(capsys):
+    def main():
+        raise KeyboardInterrupt
+    with pytest.raises(SystemExit) as stop:
+        harness.run_main(main)
+    assert stop.value.code == 130 and "--resume" in capsys.readouterr().err
+
+
+def test_evaluation_changes_no_training_number(tmp_path, whole):
+    for every in (1, 100):
+        assert equal(small_run(tmp_path / str(every), every=every)[0], whole.net)
+
+
+def test_broken_checkpoint_falls_back_to_the_one_before(tmp_path, whole, capsys):
+    # result.json is there, but the newest checkpoint that can be read is not the result's: trained again from it
+    shutil.copytree(whole.folder, tmp_path / "cut")
     newest = tmp_path / "cut/checkpoint.pt"
     newest.write_bytes(newest.read_bytes()[:500])
     net, again, seen = small_run(tmp_path / "cut")
-    assert seen == [8, 9, 10, 11] and again == result and "cannot be read" in capsys.readouterr().err
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), net.parameters()))
+    assert seen == [8, 9, 10, 11] and again == whole.result and "cannot be read" in capsys.readouterr().err
+    assert equal(net, whole.net)
+    for path in (tmp_path / "cut").glob("checkpoint*"):
+        path.write_bytes(b"")
+    with pytest.raises(harness.UserError, match="no checkpoint in .* can be read"):  # not begun anew over what is there
+        small_run(tmp_path / "cut")
+    for path in (tmp_path / "cut").glob("checkpoint*"):
+        path.unlink()
+    net, again, seen = small_run(tmp_path / "cut")
+    assert seen == [*range(12)] and again == whole.result and equal(net, whole.net)
 
 
-def test_checkpoints_hold_no_objects(tmp_path, capsys):
-    # a pickled object is refused, not run: here one whose unpickling would create a file
-    class Bomb:
-        def __reduce__(self):
-            return (pathlib.Path(tmp_path / "pwned").touch, ())
-
-    (tmp_path / "run").mkdir()
-    torch.save({"header": {}, "bomb": Bomb()}, tmp_path / "run/checkpoint.pt")
-    with pytest.raises(harness.UserError, match="no checkpoint in .* can be read"):
-        harness.load_checkpoint(tmp_path / "run", {})
-    assert not (tmp_path / "pwned").exists() and "cannot be read" in capsys.readouterr().err
+def test_lost_log_is_refused(tmp_path, whole):
+    shutil.copytree(whole.folder, tmp_path / "cut")
+    (tmp_path / "cut/result.json").unlink()
+    (tmp_path / "cut/metrics.jsonl").write_bytes(b"")
+    with pytest.raises(harness.UserError, match="shorter"):
+        small_run(tmp_path / "cut")
+    assert (tmp_path / "cut/metrics.jsonl").read_bytes() == b"" and (tmp_path / "cut/checkpoint.pt").exists()
 
 
-@pytest.mark.parametrize("change", [dict(vocabulary="abd"), dict(dataset="other"), dict(arm="consensus")])
+@dataclasses.dataclass
+class Settings:
+    layers: int = 3
+
+
+class Bomb:
+    """Unpickling it would create a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (pathlib.Path.touch, (self.path,))
+
+
+@pytest.mark.parametrize("value", [Settings(), argparse.Namespace(layers=3), np.float64(3), pathlib.Path("x"), Bomb],
+                         ids=lambda value: getattr(type(value), "__name__", "") if value is not Bomb else "pickle bomb")
+def test_case_25_checkpoints_hold_no_objects(tmp_path, capsys, value):
+    # an object in a checkpoint is refused, not unpickled; saving one is refused at once, while the good one is still there
+    harness.save_checkpoint(tmp_path, {"header": {}, "step": 1})
+    state = {"header": {}, "step": 2, "value": Bomb(tmp_path / "pwned") if value is Bomb else value}
+    with pytest.raises(Exception, match="[Ww]eights"):
+        harness.save_checkpoint(tmp_path, state)
+    assert harness.load_checkpoint(tmp_path, {})["step"] == 1 and not list(tmp_path.glob("*.tmp"))
+    torch.save(state, tmp_path / "checkpoint.pt")
+    with pytest.raises(harness.UserError, match="can be read"):
+        harness.load_checkpoint(tmp_path, {})
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_checkpoints_of_training_hold_plain_values(whole):
+    def plain(value):
+        if isinstance(value, (dict, list, tuple)):
+            return all(map(plain, value.values() if isinstance(value, dict) else value))
+        return value is None or type(value) in (bool, int, float, str, torch.Tensor)
+    state = torch.load(whole.folder / "checkpoint.pt", weights_only=True)
+    assert plain(dict(state, model=dict(state["model"]))) and state["header"]["format"] == harness.FORMAT
+
+
+@pytest.mark.parametrize("change", [dict(vocabulary="abd"), dict(dataset="other"), dict(arm="consensus"), dict(dim=8)])
 def test_resume_onto_something_else_is_refused(tmp_path, change):
-    header = dict(vocabulary="abc", dataset="this", arm="standard")
-    small_run(tmp_path / "run", **header)
+    header = dict(vocabulary="abc", dataset="this", arm="standard", dim=6)
+    small_run(tmp_path / "run", steps=1, **header)
     (key, value), = change.items()
     refusal = f"{key} = {header[key]!r}, this run has {value!r}"
     with pytest.raises(harness.UserError, match=refusal):
-        small_run(tmp_path / "run", **{**header, **change})
+        small_run(tmp_path / "run", steps=1, **{**header, **change})
     for path in (tmp_path / "run").glob("checkpoint*"):  # without any, the result that is kept is as strict
         path.unlink()
     with pytest.raises(harness.UserError, match=refusal):
-        small_run(tmp_path / "run", **{**header, **change})
+        small_run(tmp_path / "run", steps=1, **{**header, **change})
 
 
-def test_non_finite_loss_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path, capsys):
-    _, result, _ = small_run(tmp_path / "run", bad_step=6)
-    assert result["diverged"] and "step 6" in result["diverged_at"]
-    assert "net.0.weight" in result["diverged_at"]  # which layer
+def test_case_07_another_vocabulary(tmp_path, prose, capsys):
+    # a corpus with one character more; and one of equal size: the values are shown where they differ
+    options = ["--quick", "--steps", "1", "--arms", "standard", "--sample", "0", "--layers", "1", "--out", tmp_path / "out"]
+    run_main(train_charlm.main, *options, "--dataset", prose)
+    text, out = pathlib.Path(prose).read_text(), tmp_path / "out"
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    for changed in (text + "\u20ac", text.replace("b", "\u00df")):
+        pathlib.Path(prose).write_text(changed)
+        refused(capsys, train_charlm.main, [*options, "--resume", "--dataset", prose], "with vocabulary = ", "abc", "this run has ")
+    pathlib.Path(prose).write_text(text[1:] + text[0])  # the same vocabulary, other data
+    refused(capsys, train_charlm.main, [*options, "--resume", "--dataset", prose], "with data = ")
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("where", ["output of net.2", "gradient of net.0"])
+def test_non_finite_numbers_stop_the_run_and_keep_the_last_good_checkpoint(tmp_path, capsys, where):
+    def weight(net):
+        net.net[2].weight.data.fill_(math.nan)
+
+    def gradient(net):  # NaN on the way back, from below the last layer on
+        net.hidden = lambda h: h.register_hook(lambda g: g * math.nan) and h if h.requires_grad else h
+    _, result, _ = small_run(tmp_path / "run", at={6: weight if "output" in where else gradient})
+    assert result["diverged"] and result["diverged_at"].startswith("step 6: ") and where in result["diverged_at"]
+    assert f"small diverged at {result['diverged_at']}" in capsys.readouterr().err
     state = harness.load_checkpoint(tmp_path / "run", {})
     assert state["step"] == 4 and all(v.isfinite().all() for v in state["model"].values())
-    assert json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])["loss"] is None
+    assert None in json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1]).values()
+    assert small_run(tmp_path / "run")[2] == []  # it stays diverged
 
 
-def test_compiled_run_resumes_without_compile(tmp_path, monkeypatch):
+def test_non_finite_validation_loss_is_divergence(tmp_path):
+    def large(net):
+        net.net[0].weight.data.fill_(1e25)  # its square is not finite in float32
+        net.hidden = lambda h: h * 0
+    _, result, _ = small_run(tmp_path / "run", at={7: large})
+    assert result["diverged_at"] == "step 8: validation loss inf" and result["best"]["step"] in (0, 4)
+
+
+@pytest.mark.parametrize("wrapped", ["compiled by train", "compiled before", "data parallel"])
+def test_wrapped_models_save_and_load_as_bare_ones(tmp_path, monkeypatch, whole, wrapped):
     monkeypatch.setattr(torch, "compile", lambda model, **_: torch._dynamo.optimize("eager")(model))
+    options = {"compile": wrapped == "compiled by train"}
+    if wrapped == "compiled before":
+        options["wrap"] = torch.compile
+    if wrapped == "data parallel":
+        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+        options["wrap"] = torch.nn.parallel.DistributedDataParallel
+    try:
+        for first, second in ((options, {}), ({}, options)):
+            with pytest.raises(KeyboardInterrupt):
+                small_run(tmp_path / str(first), at={5: interrupt}, **first)
+            state = torch.load(tmp_path / str(first) / "checkpoint.pt", weights_only=True)
+            assert state["model"].keys() == whole.net.state_dict().keys()
+            net, _, seen = small_run(tmp_path / str(first), **second)
+            assert seen == [6, 7, 8, 9, 10, 11]
+            assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(net.parameters(), whole.net.parameters()))
+    finally:
+        if wrapped == "data parallel":
+            torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 200 kB in memory; where mounting is not allowed, a limit on the size of a file that a test can set."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = shutil.which("mount") and not os.system(f"mount -t tmpfs -o size=200k tmpfs {disk} 2>/dev/null")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill():
+        if not mounted:
+            return resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+        with pytest.raises(OSError), open(disk / "filler", "wb", buffering=0) as file:
+            while True:
+                file.write(bytes(1024))
+
+    def free():
+        (disk / "filler").unlink(missing_ok=True)
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    yield types.SimpleNamespace(path=disk, fill=fill, free=free, mounted=mounted)
+    os.system(f"umount -l {disk}") if mounted else free()
+
+
+def test_full_disk_keeps_what_was_there(small_disk, whole):
+    run = small_disk.path / "run"
     with pytest.raises(KeyboardInterrupt):
-        small_run(tmp_path / "run", stop_at=5, compile=True)
-    _, _, seen = small_run(tmp_path / "run")
-    assert seen == [6, 7, 8, 9, 10, 11]
+        small_run(run, at={5: interrupt})
+    good = (run / "checkpoint.pt").read_bytes()
+    for at in (6, 9):  # full from the next step on, and with some lines in the log
+        with pytest.raises(harness.UserError, match=f"cannot write {run}.*(No space left|File too large).*Free space"):
+            small_run(run, at={at: lambda _: small_disk.fill()})
+        small_disk.free()
+        assert harness.load_checkpoint(run, {})["step"] == (6 if at == 6 else 8) and not list(run.glob("*.tmp"))
+        assert at != 6 or (run / "checkpoint.pt").read_bytes() == good
+    net, result, seen = small_run(run)
+    assert seen == [8, 9, 10, 11] and result == whole.result and equal(net, whole.net)
+    small_disk.fill()
+    for write in (lambda path: harness.write_json(path, ["long"] * 100),
+                  lambda path: harness.save_figure(harness.figure_axes(1)[0], path)):
+        with pytest.raises(harness.UserError, match="cannot write"):
+            write(run / "result.json")
+    small_disk.free()
+    assert harness.read_json(run / "result.json") == result
 
 
-def test_full_disk_keeps_what_was_there(tmp_path, monkeypatch):
-    small_run(tmp_path / "run")
-    good = (tmp_path / "run/checkpoint.pt").read_bytes()
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(harness.UserError, match="No space left on device"):
-        harness.save_checkpoint(tmp_path / "run", {"step": 1})
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(harness.UserError, match="No space left on device"):
-        harness.write_json(tmp_path / "run/result.json", {})
-    with pytest.raises(harness.UserError, match="No space left on device"):
-        small_run(tmp_path / "other")
-    assert (tmp_path / "run/checkpoint.pt").read_bytes() == good
-    assert json.loads((tmp_path / "run/result.json").read_text())["steps"] == 12
+def test_read_only_folder(small_disk, prose, capsys):
+    out, options = small_disk.path / "out", ["--quick", "--dataset", prose, "--out"]
+    out.mkdir()
+    if small_disk.mounted:
+        os.system(f"mount -o remount,ro {small_disk.path}")
+    else:  # a user without mount is one whom the mode of a folder stops
+        out.chmod(0o500)
+    refused(capsys, train_charlm.main, [*options, out], f"cannot write {out}")
+    assert not list(out.iterdir())
 
 
-def test_one_run_in_one_folder(tmp_path):
+def test_vanished_folder(tmp_path):
+    run = tmp_path / "out/run"
+    run.parent.mkdir()
+    with pytest.raises(harness.UserError, match="cannot write .*No such file"):
+        small_run(run, at={6: lambda _: shutil.rmtree(tmp_path / "out")})
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_run_in_one_folder(tmp_path, capsys):
     out, lock = harness.open_folder(tmp_path / "out", False, "x")
+    for shard in ("", "0/2"):
+        with pytest.raises(harness.UserError, match="another run is writing"):
+            harness.open_folder(tmp_path / "out", False, "x", shard)
+    lock.close()
+    locks = [harness.open_folder(tmp_path / "out", False, "x", shard)[1] for shard in ("0/2", "1/2")]  # these may
     with pytest.raises(harness.UserError, match="another run is writing"):
         harness.open_folder(tmp_path / "out", False, "x")
-    lock.close()
-    harness.open_folder(tmp_path / "out", False, "x")[1].close()
+    for lock in locks:
+        lock.close()
+
+    def second(_):  # of shards that overlap, one at a time trains a run
+        with pytest.raises(harness.UserError, match="another run is writing"):
+            small_run(tmp_path / "out/run")
+    small_run(tmp_path / "out/run", at={6: second})
     (tmp_path / "out/config.json").write_text("{}")
     with pytest.raises(harness.UserError, match="--resume"):
         harness.open_folder(tmp_path / "out", False, "x")
+
+
+@pytest.mark.parametrize("content", ["", '{"model_type": "gpt2"}', "[]"])
+def test_foreign_or_empty_config_is_kept(tmp_path, prose, capsys, content):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/config.json").write_text(content)
+    refused(capsys, train_charlm.main, ["--quick", "--dataset", prose, "--out", tmp_path / "out", "--resume"], "config.json")
+    assert (tmp_path / "out/config.json").read_text() == content and not list((tmp_path / "out").glob("*/*"))
 
 
 # ------------------------------------------------------------------------------------------------ train_charlm.py
@@ -1110,6 +1419,8 @@ def test_charlm_eta_sweep_end_to_end(tmp_path, prose, control):
     (["--beta", "-2"], ["finite"]), (["--heads", "5"], ["head size"]), (["--dim", "36", "--heads", "4"], ["head size"]),
     (["--dataset", "no-such-file.txt"], ["no such file"]), (["--seq", "1000000"], ["needs 1000001"]),
     (["--device", "tpu"], ["unknown --device"]), (["--dtype", "int8"], ["unknown --dtype"]), (["--steps", "0"], ["steps"]),
+    (["--seed", "99999999999999999999"], ["seed"]), (["--batch", "0"], ["batch"]), (["--lr", "nan"], ["finite"]),
+    (["--threads", "0"], ["threads"]), (["--temperature", "-1"], ["temperature"]), (["--sample", "-1"], ["sample"]),
     (["--resume"], ["--out"]), (["--lr", "1", "2", "3"], ["3 values for 2 arms"]), (["--eta", "--arms", "consensus"], ["standard"])])
 def test_charlm_refuses_bad_input(tmp_path, monkeypatch, capsys, options, words):
     monkeypatch.chdir(tmp_path)
@@ -1133,19 +1444,36 @@ def test_user_errors_from_the_shell(tmp_path, children):
     assert done.returncode != 0 and "Traceback" in done.stderr
 
 
-def test_sampling_guards():
+def test_case_31_sample_longer_than_the_context():
     torch.manual_seed(0)
     model = Transformer(4, 1, 8, 1)
     text = train_charlm.sample(model, "\nabc", "a", 30, 8, 0.0, 0, "cpu")  # longer than the context, greedy
     assert len(text) == 31 and train_charlm.sample(model, "\nabc", "", 5, 8, 1.0, 0, "cpu").startswith("\n")
     assert train_charlm.sample(model, "\nabc", "a", 9, 8, 1.0, 1, "cpu") != train_charlm.sample(model, "\nabc", "a", 9, 8, 1.0,
                                                                                              2, "cpu")
-    torch.nn.init.constant_(model.head.weight, math.nan)
-    with pytest.raises(harness.UserError, match="not finite"):
-        train_charlm.sample(model, "\nabc", "a", 5, 8, 1.0, 0, "cpu")
-    for bad in ("d", "\u00e9"):
-        with pytest.raises(harness.UserError, match="does not occur"):
-            train_charlm.encode(bad, "\nabc")
+
+
+def test_case_05_nan_logits_and_extreme_temperatures():
+    torch.manual_seed(0)
+    model = Transformer(4, 1, 8, 1)
+    greedy, *others = (train_charlm.sample(model, "\nabc", "a", 30, 8, temperature, 0, "cpu")
+                       for temperature in (0.0, 1e-300, 1e-30, 1e300))
+    assert greedy == others[0] == others[1] != others[2] and set("".join(others)) <= set("\nabc")
+    with torch.no_grad():
+        model.head.weight[2] = math.nan  # one logit of four
+    for temperature in (0.0, 1.0):
+        with pytest.raises(harness.UserError, match="not finite"):
+            train_charlm.sample(model, "\nabc", "a", 5, 8, temperature, 0, "cpu")
+
+
+def test_case_03_prompt_outside_of_the_text(tmp_path, capsys):
+    (tmp_path / "abc.txt").write_text("abc\n" * 200)
+    options = ["--quick", "--steps", "1", "--dataset", tmp_path / "abc.txt", "--out", tmp_path / "out", "--layers", "1"]
+    for bad in ("d", "ab\u00e9"):
+        refused(capsys, train_charlm.main, [*options, "--prompt", bad], f"{bad[-1]!r} at position {len(bad) - 1}", "does not occur")
+    assert not (tmp_path / "out").exists()
+    run_main(train_charlm.main, *options, "--prompt", "", "--arms", "standard", "--seq", "16", "--sample", "5")
+    assert "--- standard" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------- noise_arms.py, train_wikitext.py, train_cifar_patches.py
@@ -1260,15 +1588,45 @@ def test_cifar_end_to_end_and_its_resume(small_data, tmp_path, capsys):
     assert json.loads((tmp_path / "cut/summary.json").read_text())["runs"] == summary["runs"][:2]
 
 
-def test_sweep_in_shards_ends_in_one_table(small_data, tmp_path, capsys):
+def test_sweep_in_shards_ends_in_one_table(small_data, tmp_path, children, capsys):
     options = ["--quick", "--steps", "1", "--arms", "sphere", "tangent", "--sweep", "--data-dir", small_data, "--batch", "2",
                "--dim", "8", "--heads", "1",
                "--out", tmp_path / "out"]
-    run_main(train_cifar_patches.main, *options, "--shard", "0/2")
-    assert "7 of 13 runs are done" in capsys.readouterr().out
-    run_main(train_cifar_patches.main, *options, "--shard", "1/2")
+    shards = [children.start(tmp_path / str(k), "train_cifar_patches.py", *options, "--shard", f"{k}/2",
+                             before=(prepare, small_data)) for k in range(2)]  # at once: whoever ends last makes the table
+    done = [children.wait(child) for child in shards]
+    assert [each.returncode for each in done] == [0, 0], done
     summary = json.loads((tmp_path / "out/summary.json").read_text())
     assert summary["complete"] and len(summary["table"]) == 13
+    assert not list((tmp_path / "out").rglob("*.tmp"))
+    # a finished row belongs to its settings
+    refused(capsys, train_cifar_patches.main, [*options, "--resume", "--lr", "0.1"], "lr = 0.003, this run has 0.1")
+    assert json.loads((tmp_path / "out/summary.json").read_text()) == summary
+    (tmp_path / "out/sphere-seed0/row.json").write_text('{"arm"')
+    refused(capsys, train_cifar_patches.main, [*options, "--resume"], "row.json is not JSON", "move it away")
+
+
+def test_sweeps_go_on_after_a_point_that_diverged(small_data, tmp_path, monkeypatch, capsys):
+    options = ["--quick", "--steps", "3", "--dim", "8", "--heads", "1"]
+    run_main(train_cifar_patches.main, *options, "--arms", "prenorm", "tangent", "isotropic", "--lr", "1e30", "3e-3", "3e-3",
+             "--data-dir", small_data, "--out", tmp_path / "cifar")
+    found = json.loads((tmp_path / "cifar/summary.json").read_text())
+    assert [row["diverged"] for row in found["runs"]] == [True, False, False] and found["complete"]
+    assert [line["n"] for line in found["table"]] == [0, 1, 1] and found["table"][0]["error"] is None
+    assert re.search(r"prenorm-seed0 diverged at step \d: .*first in the (output|gradient) of \w+", capsys.readouterr().err)
+    real = harness.train
+
+    def train(folder, model, *args, **options):  # the middle point of three
+        if "eta1" in folder.name:
+            model.blocks[1].register_forward_hook(lambda module, args, output: output * math.nan if module.training else output)
+        return real(folder, model, *args, **options)
+    monkeypatch.setattr(harness, "train", train)
+    run_main(train_charlm.main, *options, "--eta", "0.3", "1", "2", "--dataset", small_data / "prose.txt", "--seq", "16",
+             "--layers", "2", "--out", tmp_path / "eta")
+    rows = json.loads((tmp_path / "eta/summary.json").read_text())["sweep"]
+    assert [row["diverged"] for row in rows] == [False, True, False] and rows[1]["diverged_by"] == "loss"
+    assert re.fullmatch("step 0: loss nan, gradient norm nan, first in the output of blocks.1", rows[1]["diverged_at"])
+    assert "consensus-seq16-seed0-eta1 diverged at step 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("damage, words", [
@@ -1312,6 +1670,8 @@ def test_wikitext_end_to_end(tmp_path, monkeypatch, capsys):
     for row in summary["runs"]:
         assert math.isclose(row["ppl_token"], math.exp(row["val_loss"])) and row["context"] == 32
         assert row["ppl_word"] > row["ppl_token"] and row["sign_0.1"] > 0
+    for line in output.out.splitlines():  # no perplexity without its unit and context
+        assert "ppl" not in line or "ppl/token at 32" in line and "ppl/word at 32" in line
 
 
 def test_wikitext_files_and_their_fallback(server, tmp_path, monkeypatch, capsys):
@@ -1330,7 +1690,7 @@ def test_wikitext_files_and_their_fallback(server, tmp_path, monkeypatch, capsys
     assert "WARNING" in capsys.readouterr().err
 
 
-def test_tokens_over_the_union_and_special_text(monkeypatch, tmp_path):
+def test_case_19_tokens_over_the_union_and_special_text(monkeypatch, tmp_path):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))  # an empty cache and no network: bytes, not a crash
     monkeypatch.setattr("tiktoken.get_encoding", lambda name: (_ for _ in ()).throw(OSError("no network")))
     encoding = data.gpt2_encoding()
@@ -1348,7 +1708,7 @@ def test_tokens_over_the_union_and_special_text(monkeypatch, tmp_path):
         data.token_data(text, encoding, 1000)
 
 
-def test_gpt2_files_under_their_human_names(monkeypatch, tmp_path):
+def test_case_17_gpt2_files_under_their_human_names(monkeypatch, tmp_path):
     # a tiny byte-pair table in the layout of vocab.bpe and encoder.json; tiktoken alone would look for sha1 names
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
     printable = [chr(b) for b in (*range(33, 127), *range(161, 173), *range(174, 256))]
@@ -1734,7 +2094,7 @@ def test_noise_low_rank_forms_no_d_by_d_matrix():
 
 # ------------------------------------------------------------------------- noise_block.py: seeds, state, modes
 
-def test_noise_equal_seeds_equal_noise_whatever_else_is_drawn():
+def test_noise_case_39_equal_seeds_equal_noise_whatever_else_is_drawn():
     x = noise_tokens(2, 5, 8, dtype=torch.float32)
     one, two, other = (TangentNoise(8, 0.1, 0.3, seed=s) for s in (7, 7, 8))
     first = [one(x) for _ in range(3)]

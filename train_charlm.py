@@ -161,7 +161,8 @@ def sample(model, vocabulary, prompt, length, seq, temperature, seed, device):
         if temperature == 0:
             pick = logits.argmax().view(1)
         else:
-            pick = torch.multinomial((logits / temperature).softmax(-1), 1, generator=rng)
+            logits = (logits - logits.max()).double() / temperature  # 0 and below: small temperatures overflow to -inf
+            pick = torch.multinomial(logits.softmax(-1), 1, generator=rng)
         ids = torch.cat((ids, pick[None]), 1)
     return "".join(vocabulary[i] for i in ids[0].tolist())
 

@@ -589,7 +589,7 @@ def test_angular_diameter():
 def test_metrics_in_row_blocks(monkeypatch):
     x = tokens(2, 50, 5)
     whole = metrics.angular_diameter(x), metrics.antipolar_fraction(x, -0.5)
-    monkeypatch.setattr(metrics, "BLOCK", 7)
+    monkeypatch.setattr(metrics, "BLOCK", 2 * 50 * 7)  # seven rows at a time
     assert torch.allclose(metrics.angular_diameter(x), whole[0], atol=1e-12)
     assert torch.equal(metrics.antipolar_fraction(x, -0.5), whole[1])
 

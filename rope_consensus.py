@@ -339,7 +339,9 @@ class ConsensusAttention(nn.Module):
 
     def forward(self, x, eager=False):
         if self.control_every and self.training:
-            self.count_and_control(x)
+            control = self.count_and_control
+            # not as a decorator: that would import the compiler, 2 seconds, where nothing is compiled
+            (torch.compiler.disable(control) if torch.compiler.is_compiling() else control)(x)
         rows = unit(x.unflatten(-1, (self.heads, -1)))
         tables = rope_tables(torch.arange(x.shape[-2], device=x.device), rows.shape[-1], dtype=wide(x).dtype)
         return self.step(rows, tables, eager).flatten(-2)
@@ -354,7 +356,6 @@ class ConsensusAttention(nn.Module):
         # x <- normalize(x + eta (m - (x^T m) x))
         return unit(torch.addcmul(x, self.eta.view(x.shape[-2:]), tangent(x, m.to(x.dtype)))).to(x.dtype)
 
-    @torch.compiler.disable
     def count_and_control(self, x):
         self.calls += 1
         if self.calls % self.control_every == 0:

@@ -10,7 +10,13 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-BLOCK = 4096  # rows of a Gram matrix that are held at a time
+BLOCK = 2 ** 20  # numbers of a Gram matrix that are held at a time: they stay in the cache
+
+
+def row_blocks(x):
+    """Slices of rows: at most BLOCK numbers of the Gram matrices of x (..., n, d) each."""
+    n, step = x.shape[-2], max(1, BLOCK // max(1, x[..., 0].numel()))
+    return [slice(i, min(i + step, n)) for i in range(0, n, step)]
 
 
 def cosine_matrix(x):
@@ -21,8 +27,9 @@ def cosine_matrix(x):
 def antipolar_fraction(x, threshold=-0.9):
     """Share of the n(n-1)/2 pairs with cosine below the threshold, in [0, 1]. (..., n, d) -> (...)."""
     n = x.shape[-2]
-    below = sum((rows @ x.mT < threshold).sum((-2, -1)) for rows in x.split(BLOCK, -2))
-    return below / max(1, n * (n - 1))  # ordered pairs; a token is never opposite to itself
+    below = sum((x[..., rows, :] @ x[..., rows.start:, :].mT).lt_(threshold).triu_(1).sum((-2, -1), dtype=torch.float64)
+                for rows in row_blocks(x))
+    return (below / max(1, n * (n - 1) / 2)).to(torch.get_default_dtype())
 
 
 def angular_diameter(x):
@@ -33,18 +40,16 @@ def angular_diameter(x):
     """
     y = x - x.mean(-2, keepdim=True)  # distances keep their digits when all tokens are nearly equal
     square = (y * y).sum(-1)
-    best, row, column = None, None, None
-    for start in range(0, x.shape[-2], BLOCK):
-        rows = slice(start, start + BLOCK)
-        # |y_i - y_j|^2 = |y_i|^2 + |y_j|^2 - 2 y_i^T y_j
-        distance = square[..., rows, None] + square[..., None, :] - 2 * y[..., rows, :] @ y.mT
-        value, index = distance.flatten(-2).max(-1)
-        i, j = index // x.shape[-2] + start, index % x.shape[-2]
-        if best is None:
-            best, row, column = value, i, j
-        else:
-            better = value > best
-            best, row, column = value.where(better, best), i.where(better, row), j.where(better, column)
+    best, row, column = torch.full_like(square[..., 0], -1), 0, 0
+    for rows in row_blocks(x):
+        # |y_i - y_j|^2 = |y_i|^2 + |y_j|^2 - 2 y_i^T y_j, for j >= first row of the block
+        product = (-2 * y[..., rows, :]) @ y[..., rows.start:, :].mT
+        distance = product.add_(square[..., None, rows.start:]).add_(square[..., rows, None])
+        value, i = distance.amax(-1).max(-1)
+        j = distance.gather(-2, i[..., None, None].expand(*i.shape, 1, distance.shape[-1]))[..., 0, :].argmax(-1)
+        better = value > best
+        best = torch.where(better, value, best)
+        row, column = torch.where(better, i + rows.start, row), torch.where(better, j + rows.start, column)
     a, b = (x.gather(-2, k[..., None, None].expand(*k.shape, 1, x.shape[-1]))[..., 0, :] for k in (row, column))
     return 2 * torch.atan2((a - b).norm(dim=-1), (a + b).norm(dim=-1))
 
@@ -134,7 +139,7 @@ def dobrushin(A):
 
     The contraction of averaging: diam(A x) <= dobrushin(A) diam(x) in any norm, for rows that sum to 1.
     """
-    return torch.stack([torch.cdist(rows, A, p=1).amax((-2, -1)) for rows in A.split(BLOCK, -2)]).amax(0) / 2
+    return torch.stack([torch.cdist(A[..., rows, :], A, p=1).amax((-2, -1)) for rows in row_blocks(A)]).amax(0) / 2
 
 
 def mixing_envelope(beta, t):

@@ -40,7 +40,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-DENSE_LIMIT = 4096 * 4096  # numbers in one block of an n x n matrix; larger ones are computed in blocks of rows
+DENSE_LIMIT = 4096 * 4096  # numbers in an n x n matrix that is kept; larger ones are computed again in blocks of rows,
+BLOCK = 2 ** 20  # of so many numbers, which stay in the cache
 
 
 def wide(x):
@@ -141,26 +142,30 @@ def symmetrized(x, beta, base=10000.0):
     return z[..., :, None] * W * z[..., None, :]
 
 
-def lanczos(matvec, start, iters):
+def lanczos(matvec, start, iters, enough=None):
     """Largest (algebraic) eigenvalue of a symmetric operator, by Lanczos with full reorthogonalisation.
 
     In floating point the basis loses orthogonality as soon as a Ritz value converges, and copies of that value appear;
     so each new vector is orthogonalised against all earlier ones, twice. Failure mode that remains: a start vector
     without a part in the wanted eigenvector, so give a random one. Leading axes are independent problems.
-    matvec: (..., n) -> (..., n); start: (..., n). Returns theta (...) and residual ||M u - theta u|| (...): some
-    eigenvalue lies within residual of theta, and theta <= lambda_max up to rounding.
+    matvec: (..., n) -> (..., n); start: (..., n). enough(theta, residual) -> bool is asked at every fourth step and ends the
+    iteration early; from the eighth on: a random vector has n^(-1/2) of the wanted mode, which must grow to be seen.
+    Returns theta (...) and residual ||M u - theta u|| (...): some eigenvalue lies within residual of theta, and
+    theta <= lambda_max up to rounding.
     """
     eps = 10 * torch.finfo(start.dtype).eps
-    basis, alphas, offs = [], [], []
+    iters = min(iters, start.shape[-1])
+    basis = start.new_zeros(*start.shape[:-1], iters, start.shape[-1])
+    alphas, offs = [], []
     q = unit(start, eps)
     scale = torch.zeros_like(q[..., :1])  # size of the operator so far, for the breakdown test
-    for _ in range(min(iters, start.shape[-1])):
+    for m in range(1, iters + 1):
         w = matvec(q)
         alpha = (q * w).sum(-1, keepdim=True)
-        basis.append(q)
-        Q = torch.stack(basis, dim=-1)  # (..., n, m)
+        basis[..., m - 1, :] = q
+        Q = basis[..., :m, :]
         for _ in range(2):
-            w = w - (Q @ (Q.mT @ w[..., None]))[..., 0]
+            w = w - ((Q @ w[..., None]).mT @ Q)[..., 0, :]
         b = w.norm(dim=-1, keepdim=True)
         scale = torch.maximum(scale, torch.maximum(alpha.abs(), b))
         alive = b > eps * scale  # else the space is invariant: the eigenvalue is exact and the basis stops
@@ -168,18 +173,15 @@ def lanczos(matvec, start, iters):
         b = torch.where(alive, b, 0)
         offs.append(b)
         q = torch.where(alive, w / b.clamp_min(torch.finfo(b.dtype).tiny), 0)
-    off = torch.cat(offs, -1)
-    T = torch.diag_embed(torch.cat(alphas, -1)) + torch.diag_embed(off[..., :-1], 1) + torch.diag_embed(off[..., :-1], -1)
-    theta, s = torch.linalg.eigh(T)
-    return theta[..., -1], (off[..., -1] * s[..., -1, -1]).abs()  # residual = b_m |last entry of the Ritz vector|
-
-
-def _row_blocks(y, beta):
-    """Slices of rows, and a function giving those rows of W = exp(beta (S - 1)): at most DENSE_LIMIT numbers each."""
-    n = y.shape[-2]
-    rows = max(1, min(n, DENSE_LIMIT * n // max(1, y[..., 0].numel() * n)))
-    blocks = [slice(i, min(i + rows, n)) for i in range(0, n, rows)]
-    return blocks, lambda rows: (beta * (y[..., rows, :] @ y.mT - 1)).exp_()
+        if m == iters or enough and m >= 8 and m % 4 == 0:
+            off = torch.cat(offs, -1)
+            T = torch.diag_embed(torch.cat(alphas, -1))
+            T = T + torch.diag_embed(off[..., :-1], 1) + torch.diag_embed(off[..., :-1], -1)
+            theta, s = torch.linalg.eigh(T)
+            # residual = b_m |last entry of the Ritz vector|
+            theta, residual = theta[..., -1], (off[..., -1] * s[..., -1, -1]).abs()
+            if m == iters or enough(theta, residual):
+                return theta, residual
 
 
 @torch.no_grad()
@@ -187,28 +189,39 @@ def lambda_max(x, beta, causal=False, iters=32, generator=None, base=10000.0):
     """Largest eigenvalue of I - A off the consensus direction: eta_c = 2/lambda_max.
 
     x: (..., n, d), unit rows. Returns (value, residual, converged), each (...).
-    Without a mask: Lanczos on I - D^(-1/2) W D^(-1/2), the consensus vector sqrt(Z) deflated; memory n x min(n, 4096).
-    value is a Ritz value, so it may be too small, by residual at most once the wanted mode is found; the safe bound is
-    min(value + residual, 1). converged: value is within 0.1% of lambda_max, by its residual or since lambda_max <= 1.
-    Causal: 1 - min_i A_ii, exact, residual 0. One token, or A = I: value 0.
+    Without a mask: Lanczos on I - D^(-1/2) W D^(-1/2), the consensus vector sqrt(Z) deflated, at most `iters` steps;
+    memory n x (iters + min(n, 4096)). value is a Ritz value, so it may be too small, by residual at most once the wanted
+    mode is found; the safe bound is min(value + residual, 1). converged: value is within 0.1% of lambda_max, by its
+    residual or since lambda_max <= 1. Causal: 1 - min_i A_ii, exact, residual 0. One token, or A = I: value 0.
     """
     y = wide(rope(x, base=base))
-    n = y.shape[-2]
-    blocks, weights = _row_blocks(y, beta)
+    n, numbers = y.shape[-2], y[..., 0].numel()  # of one row of W, over all leading indices
+    step = max(1, BLOCK // numbers)
+    blocks = [slice(i, min(i + step, n)) for i in range(0, n, step)]
+    scaled = beta * y
+
+    def weights(rows, columns):  # of W = exp(beta (S - 1)); S <= 1, so nothing overflows at any beta
+        return (scaled[..., rows, :] @ y[..., columns, :].mT).sub_(beta).exp_()
+
     if causal:
         # A_ii = exp(beta S_ii) / sum_{j<=i} exp(beta S_ij); row i needs the columns up to i alone
         diagonal = []
         for rows in blocks:
-            W = (beta * (y[..., rows, :] @ y[..., :rows.stop, :].mT - 1)).exp_().tril_(rows.start)
+            W = weights(rows, slice(rows.stop)).tril_(rows.start)
             diagonal.append(W.diagonal(rows.start, -2, -1) / W.sum(-1))
         value = 1 - torch.cat(diagonal, -1).amin(-1)
         return value, torch.zeros_like(value), torch.ones_like(value, dtype=torch.bool)
-    whole = weights(blocks[0]) if len(blocks) == 1 else None  # small n: formed once; large n: row blocks, every time
+    whole = weights(slice(n), slice(n)) if n * numbers <= DENSE_LIMIT else None
 
     def apply(v):  # W v, (..., n) -> (..., n)
         if whole is not None:
             return (whole @ v[..., None])[..., 0]
-        return torch.cat([(weights(rows) @ v[..., None])[..., 0] for rows in blocks], -1)
+        out = torch.zeros_like(v)
+        for rows in blocks:  # W is symmetric: what is right of the diagonal serves below it too
+            W = weights(rows, slice(rows.start, n))
+            out[..., rows] += (W @ v[..., rows.start:, None])[..., 0]
+            out[..., rows.stop:] += (v[..., None, rows] @ W[..., rows.stop - rows.start:])[..., 0, :]
+        return out
 
     root = apply(torch.ones_like(y[..., 0])).sqrt()  # sqrt(Z), the consensus vector of the symmetrised A
     phi = unit(root)
@@ -217,9 +230,14 @@ def lambda_max(x, beta, causal=False, iters=32, generator=None, base=10000.0):
     start = deflate(torch.randn(y.shape[:-1], generator=generator, device=y.device, dtype=y.dtype))
     if n == 1:
         start = torch.zeros_like(start)  # nothing is orthogonal to the consensus
-    value, residual = lanczos(lambda v: deflate(v - apply(v / root) / root), start, min(iters, n - 1) or 1)
+
+    def converged(value, residual):
+        return torch.minimum(residual, 1 - value) <= 1e-3 * value + 10 * torch.finfo(y.dtype).eps
+
+    value, residual = lanczos(lambda v: deflate(v - apply(v / root) / root), start, min(iters, n - 1) or 1,
+                              enough=lambda *found: bool(converged(*found).all()))
     value = value.clamp(0, 1)
-    return value, residual, torch.minimum(residual, 1 - value) <= 1e-3 * value + 10 * torch.finfo(y.dtype).eps
+    return value, residual, converged(value, residual)
 
 
 def eta_critical(x, beta, causal=False, base=10000.0):
@@ -321,7 +339,9 @@ class ConsensusAttention(nn.Module):
 
     def forward(self, x, eager=False):
         if self.control_every and self.training:
-            self.count_and_control(x)
+            control = self.count_and_control
+            # not as a decorator: that would import the compiler, 2 seconds, where nothing is compiled
+            (torch.compiler.disable(control) if torch.compiler.is_compiling() else control)(x)
         rows = unit(x.unflatten(-1, (self.heads, -1)))
         tables = rope_tables(torch.arange(x.shape[-2], device=x.device), rows.shape[-1], dtype=wide(x).dtype)
         return self.step(rows, tables, eager).flatten(-2)
@@ -336,7 +356,6 @@ class ConsensusAttention(nn.Module):
         # x <- normalize(x + eta (m - (x^T m) x))
         return unit(torch.addcmul(x, self.eta.view(x.shape[-2:]), tangent(x, m.to(x.dtype)))).to(x.dtype)
 
-    @torch.compiler.disable
     def count_and_control(self, x):
         self.calls += 1
         if self.calls % self.control_every == 0:

@@ -389,9 +389,8 @@ def test_case_35_lambda_max_of_nothing_to_disagree():
 def test_row_blocks_equal_the_whole(monkeypatch):
     x = tokens(2, 90, 8)
     whole, causal = rc.lambda_max(x, 3.0), rc.lambda_max(x, 3.0, causal=True)
-    monkeypatch.setattr(rc, "DENSE_LIMIT", 2 * 90 * 7)  # seven rows at a time
-    blocks, _ = rc._row_blocks(rope(x), 3.0)
-    assert len(blocks) == 13
+    monkeypatch.setattr(rc, "DENSE_LIMIT", 0)
+    monkeypatch.setattr(rc, "BLOCK", 2 * 90 * 7)  # seven rows at a time: thirteen blocks
     assert torch.allclose(whole[0], rc.lambda_max(x, 3.0)[0], atol=1e-12)
     assert torch.allclose(causal[0], rc.lambda_max(x, 3.0, causal=True)[0], atol=1e-14)
 
@@ -595,7 +594,7 @@ def test_angular_diameter():
 def test_metrics_in_row_blocks(monkeypatch):
     x = tokens(2, 50, 5)
     whole = metrics.angular_diameter(x), metrics.antipolar_fraction(x, -0.5)
-    monkeypatch.setattr(metrics, "BLOCK", 7)
+    monkeypatch.setattr(metrics, "BLOCK", 2 * 50 * 7)  # seven rows at a time
     assert torch.allclose(metrics.angular_diameter(x), whole[0], atol=1e-12)
     assert torch.equal(metrics.antipolar_fraction(x, -0.5), whole[1])
 

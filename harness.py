@@ -37,10 +37,11 @@ def run_main(main):
     """main(); what the user can mend, as one line on stderr and exit code 2, and Ctrl-C with 130; --debug shows tracebacks."""
     try:
         main()
-    except (UserError, OSError, torch.OutOfMemoryError, KeyboardInterrupt) as error:
-        if "--debug" in sys.argv:
+    except (UserError, OSError, RuntimeError, KeyboardInterrupt) as error:
+        full = isinstance(error, RuntimeError)  # what torch raises where there is not enough memory
+        if "--debug" in sys.argv or full and "memory" not in str(error):
             raise
-        line = f"error: {error}".splitlines()[0]
+        line = "error: out of memory: take a smaller --batch, --seq, --dim or --layers" if full else f"error: {error}"
         if interrupted := isinstance(error, KeyboardInterrupt):
             line = str(error) or "interrupted: go on with the same command and --resume --out FOLDER"
         print(line, file=sys.stderr)
@@ -146,7 +147,7 @@ def add_common(parser, **defaults):
         ("--data-dir", pathlib.Path, os.environ.get("NANOSPHERE_DATA"),
          "folder to look for data in before the cache and the download"),
         ("--out", pathlib.Path, None, "folder for the results (default: a new one below runs/)"),
-        ("--threads", count, None, "CPU threads (default: all cores)"),
+        ("--threads", number(int, low=1, high=1024), None, "CPU threads (default: all cores)"),
     ]
     for flag, kind, default, text in options:
         default = defaults.get(flag[2:].replace("-", "_"), default)
@@ -338,7 +339,7 @@ class Progress:
             self.bar.close()
 
 
-class Diverged(Exception):
+class Diverged(ValueError):
     """A loss or gradient that is not finite: where it was seen."""
 
 
@@ -509,8 +510,10 @@ def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device
                 if interrupts.stop:
                     raise KeyboardInterrupt(f"interrupted at step {step + 1} of {label}: go on with the same command and "
                                             f"--resume --out {folder.parent}")
-        except Diverged as error:
-            diverged = str(error)
+        except ValueError as error:  # also of the noise, which refuses tokens that are not finite
+            if "not finite" not in str(error) and not isinstance(error, Diverged):
+                raise
+            diverged = str(error) if isinstance(error, Diverged) else f"step {step}: {error}"
             print(f"{label} diverged at {diverged}; the last good checkpoint is kept", file=sys.stderr)
             progress.advance(label, steps - step)
     rows = [json.loads(line) for line in log_path.read_text().splitlines()]
@@ -520,7 +523,7 @@ def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device
               "train_loss_first": losses[0], "train_loss_last": losses[-1],
               "best": best and {"val_loss": best[0], "step": best[1]},
               "grad_norms": [row["grad_norm"] for row in rows], "evaluations": evaluations}
-    if begin < steps:  # else the run was stopped between its last checkpoint and this line: its time is not known
+    if seconds:  # else the run was stopped between its last checkpoint and this line: its time is not known
         write_json(folder / "timing.json", {"steps": steps - begin, "seconds_per_step": seconds / (steps - begin)})
     write_json(result_path, result)
     return finite(result)

@@ -1607,11 +1607,11 @@ def test_sweep_in_shards_ends_in_one_table(small_data, tmp_path, children, capsy
 
 def test_sweeps_go_on_after_a_point_that_diverged(small_data, tmp_path, monkeypatch, capsys):
     options = ["--quick", "--steps", "3", "--dim", "8", "--heads", "1"]
-    run_main(train_cifar_patches.main, *options, "--arms", "prenorm", "tangent", "isotropic", "--lr", "1e30", "3e-3", "3e-3",
+    run_main(train_cifar_patches.main, *options, "--arms", "prenorm", "tangent", "isotropic", "--lr", "1e30", "3e-3", "1e30",
              "--data-dir", small_data, "--out", tmp_path / "cifar")
     found = json.loads((tmp_path / "cifar/summary.json").read_text())
-    assert [row["diverged"] for row in found["runs"]] == [True, False, False] and found["complete"]
-    assert [line["n"] for line in found["table"]] == [0, 1, 1] and found["table"][0]["error"] is None
+    assert [row["diverged"] for row in found["runs"]] == [True, False, True] and found["complete"]
+    assert [line["n"] for line in found["table"]] == [0, 1, 0] and found["table"][0]["error"] is None
     assert re.search(r"prenorm-seed0 diverged at step \d: .*first in the (output|gradient) of \w+", capsys.readouterr().err)
     real = harness.train
 

@@ -212,7 +212,7 @@ def run(args, data, out, progress, device, dtype, arm, seq, seed, eta=None):
         evaluate=lambda m: {"val_loss": validation_loss(m, data.valid, seq, device, blocks=32)},
         every=control, compile=args.compile, progress=progress, label=name)
     norms = [g for g in result["grad_norms"] if g is not None]
-    stats = metrics.grad_norm_stats(norms)
+    stats = metrics.grad_norm_stats(norms) if norms else {"mean": None, "var": None}  # diverged before the first step
     row = dict(arm=arm, seq=seq, seed=seed, lr=lr, eta=eta, diverged=result["diverged"],
                diverged_at=result["diverged_at"], start_loss=result["evaluations"][0]["val_loss"], val_loss=None,
                best=result["best"],
@@ -365,7 +365,7 @@ def sweep(args, data, out, device, dtype):
         axis.plot(ratio, [row.get(key) for row in rows], "ko-", mfc="none", label=arm)
         axis.axvline(1, color="0.6", ls=":", label="eta_c")
         axis.set(xlabel="eta / eta_c", ylabel=label)
-        if key in standard:
+        if standard.get(key) is not None:
             axis.axhline(standard[key], color="k", ls="--", lw=1, label="standard")
     axes[2].axhline(1, color="0.6", lw=1)
     theory = [0.02 * k for k in range(int(50 * max([r for r in ratio if r] or [1])) + 2)]

@@ -25,6 +25,9 @@ import numpy as np
 import torch
 
 FORMAT = 1  # of checkpoint.pt
+# Under `torchrun --nproc_per_node=N` each rank takes its part of every batch; rank 0 alone evaluates, prints and writes.
+RANK, WORLD = [int(os.environ[name]) if torch.distributed.is_torchelastic_launched() else alone
+               for name, alone in (("RANK", 0), ("WORLD_SIZE", 1))]
 
 
 # ------------------------------------------------------------------------------------------------ user errors
@@ -44,8 +47,17 @@ def run_main(main):
         line = "error: out of memory: take a smaller --batch, --seq, --dim or --layers" if full else f"error: {error}"
         if interrupted := isinstance(error, KeyboardInterrupt):
             line = str(error) or "interrupted: go on with the same command and --resume --out FOLDER"
-        print(line, file=sys.stderr)
+        say_last(line)
         sys.exit(130 if interrupted else 2)  # 130: 128 + SIGINT, what a shell expects
+    if WORLD > 1:
+        torch.distributed.destroy_process_group()
+
+
+def say_last(line):
+    """The line on stderr with which this process ends."""
+    if RANK:
+        time.sleep(5)  # rank 0 mostly has the same to say, and torchrun then ends this process before it speaks
+    print(line, file=sys.__stderr__ if RANK else sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -68,6 +80,8 @@ def write_all(file, data, path):
 def write_atomic(path, data, before=None):
     """Bytes into a temporary file beside path, flushed, then renamed: path holds the old or the new, never a part.
     before(temporary) is called between the two. The temporary name is this process's own: shards share a folder."""
+    if RANK:
+        return
     path = pathlib.Path(path)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with writing(path):
@@ -126,7 +140,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_args(dashed)
 
     def error(self, message):
-        print(f"error: {message} (see --help)", file=sys.stderr)
+        say_last(f"error: {message} (see --help)")
         sys.exit(2)
 
 
@@ -170,8 +184,9 @@ def peak_lr(args, arm, default):
     return args.lr[args.arms.index(arm) if len(args.lr) > 1 else 0]
 
 
-def pick_device(name, dtype, threads=None):
-    """(device, autocast dtype or None, one line saying what was chosen and why)."""
+def pick_device(name, dtype, threads=None, batch=WORLD):
+    """(device, autocast dtype or None, one line saying what was chosen and why). Under torchrun the ranks meet here;
+    batch, which they share, must be a multiple of their number."""
     if threads:
         torch.set_num_threads(threads)
     available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
@@ -184,6 +199,16 @@ def pick_device(name, dtype, threads=None):
     else:
         why = "asked for"
     device = torch.device(name)
+    if WORLD > 1:
+        if batch % WORLD:
+            raise UserError(f"--batch {batch} is shared by {WORLD} processes: make it a multiple of {WORLD}")
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+        torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        why += f"; {WORLD} processes"
+        if RANK:
+            sys.stdout = sys.stderr = open(os.devnull, "w")
     if dtype == "auto":
         if device.type != "cuda":
             dtype, reason = "float32", f"the default on {device.type}"
@@ -200,6 +225,16 @@ def pick_device(name, dtype, threads=None):
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     line = f"device {device} ({why}; {hardware}), dtype {dtype} ({reason})"
     return device, None if dtype == "float32" else getattr(torch, dtype), line
+
+
+@contextlib.contextmanager
+def in_turn():
+    """Rank 0 first, then the others: around what may download a file."""
+    if RANK:
+        torch.distributed.barrier()
+    yield
+    if WORLD > 1 and RANK == 0:
+        torch.distributed.barrier()
 
 
 def generator(seed, purpose, step=0, device="cpu"):
@@ -222,8 +257,12 @@ def open_folder(out, resume, default, shard=""):
     """(folder, lock) of a command, locked against a second writer until the lock is dropped or the process ends.
 
     A folder that already holds a run is refused without --resume. With no --out, a new folder runs/<default>-<k>. The
-    shards of one sweep share a folder and its lock; train() locks the runs below it one by one.
+    shards of one sweep share a folder and its lock; train() locks the runs below it one by one. Rank 0 chooses for all.
     """
+    if RANK:
+        chosen = [None]
+        torch.distributed.broadcast_object_list(chosen)
+        return chosen[0], contextlib.nullcontext()
     if out is None:
         if resume:
             raise UserError("--resume needs --out, the folder to go on with")
@@ -235,6 +274,8 @@ def open_folder(out, resume, default, shard=""):
         out.mkdir(parents=True, exist_ok=True)
         lock = open(out / ".lock", "a")
     lock_file(lock, out, shared=bool(shard))
+    if WORLD > 1:
+        torch.distributed.broadcast_object_list([out])
     return out, lock  # the caller keeps the lock alive
 
 
@@ -401,11 +442,13 @@ def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device
           warmup=100, clip=1.0, every=None, compile=False, progress, label):
     """Train model for `steps`; returns the result, also left in folder/result.json, and skips what is done.
 
-    batch(step) -> (inputs, targets); model(inputs, targets) -> (_, loss). evaluate(model) -> dict with val_loss, every
+    batch(step) -> (inputs, targets); model(inputs, targets) -> (_, loss), the mean over the batch. evaluate(model) -> dict with val_loss, every
     eval_every steps and at the end, where a checkpoint is saved too. every(step, inputs) -> dict or None runs before each step, outside
     autograd and compilation, and what it returns is logged. header: plain values that a checkpoint must share with the run
     that resumes it.
     On a CPU a stopped and resumed run is bit-equal to an unbroken one. Diverged runs end with diverged = True.
+    Under torchrun each rank takes its slice of the same batches, so that the losses, and the checkpoints, are those of one
+    process; every() sees the whole batch; dropout and token noise differ between ranks. Other ranks than 0 get None.
     """
     result_path, log_path = folder / "result.json", folder / "metrics.jsonl"
     header = {"format": FORMAT, "seed": seed, "steps": steps, "lr": lr, "weight_decay": weight_decay,
@@ -415,6 +458,9 @@ def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device
         folder.mkdir(parents=True, exist_ok=True)
     saved = load_checkpoint(folder, header)
     forward, model = model.to(device), bare(model)
+    for module in model.modules():
+        if hasattr(module, "token_seed"):
+            module.token_seed = RANK  # of noise_block.py: its shared A stays the same on all ranks
     if saved is not None:
         model.load_state_dict(saved["model"])
     if result_path.exists():
@@ -422,7 +468,7 @@ def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device
         require_same(result_path, result["header"], header)
         if result["diverged"] or saved is not None and saved["step"] == steps:  # else the model is not the result's
             progress.advance(f"{label}: done before", steps)
-            return result
+            return None if RANK else result
     optimizer = make_optimizer(model, lr, weight_decay, device)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     begin, evaluations, log_bytes = 0, [], 0
@@ -431,13 +477,19 @@ def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device
         scaler.load_state_dict(saved["scaler"])
         begin, evaluations, log_bytes = saved["step"], saved["evaluations"], saved["log_bytes"]
     forward = torch.compile(forward) if compile else forward
+    if WORLD > 1:
+        forward = torch.nn.parallel.DistributedDataParallel(forward)
     pending, seconds, diverged = [], 0.0, None  # pending: losses stay on the device until they are written
 
     def flush():
         """Pending steps into the log; Diverged at the first that is not finite."""
         if not pending:
             return
-        values = torch.stack([torch.stack((loss, norm)) for _, loss, norm, _ in pending]).tolist()
+        values = torch.stack([torch.stack((loss, norm)) for _, loss, norm, _ in pending])
+        if WORLD > 1:
+            torch.distributed.all_reduce(values)
+            values /= WORLD  # the mean of equal parts of the batch; the norm is the same on all ranks
+        values = values.tolist()
         rows = [{"step": at, "loss": loss, "grad_norm": norm, **(extra or {})}
                 for (at, _, _, extra), (loss, norm) in zip(pending, values)]
         pending.clear()
@@ -448,8 +500,17 @@ def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device
                 with torch.autocast(device.type, dtype, enabled=dtype is not None):
                     where = first_bad(model, inputs, targets) if step == row["step"] else late
                 raise Diverged(f"step {row['step']}: loss {row['loss']}, gradient norm {row['grad_norm']}, {where}")
+    def interrupted():
+        """Whether any rank was; on this they must agree."""
+        if WORLD == 1:
+            return interrupts.stop
+        flag = torch.tensor(float(interrupts.stop), device=device)
+        torch.distributed.all_reduce(flag)
+        return flag.item() > 0
 
     def save(at):
+        if RANK:
+            return
         with writing(log_path):
             os.fsync(log.fileno())
         save_checkpoint(folder, {"header": header, "step": at, "evaluations": evaluations, "model": model.state_dict(),
@@ -457,25 +518,32 @@ def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device
                                  "log_bytes": log.tell()})
 
     def look(at):
-        model.eval()
-        with torch.no_grad(), torch.autocast(device.type, dtype, enabled=dtype is not None):
-            evaluations.append({"step": at, **evaluate(model)})
-        model.train()
+        found = [None]
+        if RANK == 0:
+            model.eval()
+            with torch.no_grad(), torch.autocast(device.type, dtype, enabled=dtype is not None):
+                found = [{"step": at, **evaluate(model)}]
+            model.train()
+        if WORLD > 1:
+            torch.distributed.broadcast_object_list(found)
+        evaluations.extend(found)
         if not math.isfinite(evaluations[-1]["val_loss"]):
             raise Diverged(f"step {at}: validation loss {evaluations[-1]['val_loss']}")
 
     with writing(log_path):
-        log = open(log_path, "ab", buffering=0)
-    lock_file(log, folder)
-    if log.tell() < log_bytes:
+        log = open(os.devnull if RANK else log_path, "ab", buffering=0)
+    if RANK == 0:
+        lock_file(log, folder)
+    if RANK == 0 and log.tell() < log_bytes:
         log.close()
         raise UserError(f"{log_path} is shorter than when the checkpoint beside it was saved: its lines are lost; move "
                         f"{folder} away to train it again")
     with log, Interrupts() as interrupts:
-        with writing(log_path):
-            log.truncate(log_bytes)  # what was logged after the checkpoint is logged again
-        for stale in folder.glob("*.tmp"):  # of a process that was killed while it wrote
-            stale.unlink()
+        if RANK == 0:
+            with writing(log_path):
+                log.truncate(log_bytes)  # what was logged after the checkpoint is logged again
+            for stale in folder.glob("*.tmp"):  # of a process that was killed while it wrote
+                stale.unlink()
         step = begin
         try:
             if begin == 0:
@@ -484,11 +552,11 @@ def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device
                 started = time.perf_counter()
                 inputs, targets = batch(step)
                 extra = every(step, inputs) if every else None
-                torch.manual_seed(generator(seed, "dropout", step).initial_seed())
+                torch.manual_seed(generator(seed, "dropout" + RANK * f" {RANK}", step).initial_seed())
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate(step, steps, lr, warmup)
                 with torch.autocast(device.type, dtype, enabled=dtype is not None):
-                    _, loss = forward(inputs, targets)
+                    _, loss = forward(*(part.tensor_split(WORLD)[RANK] for part in (inputs, targets)))
                 optimizer.zero_grad(set_to_none=True)
                 scaler.scale(loss).backward()
                 scaler.unscale_(optimizer)
@@ -502,12 +570,13 @@ def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device
                 progress.advance(label)
                 last = step + 1 == steps
                 due = last or (step + 1) % eval_every == 0
-                if due or interrupts.stop:
+                stop = (due or WORLD == 1 or step % 20 == 0) and interrupted()
+                if due or stop:
                     flush()
                     if due:
                         look(step + 1)
                     save(step + 1)
-                if interrupts.stop:
+                if stop or due and interrupted():
                     raise KeyboardInterrupt(f"interrupted at step {step + 1} of {label}: go on with the same command and "
                                             f"--resume --out {folder.parent}")
         except ValueError as error:  # also of the noise, which refuses tokens that are not finite
@@ -516,6 +585,8 @@ def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device
             diverged = str(error) if isinstance(error, Diverged) else f"step {step}: {error}"
             print(f"{label} diverged at {diverged}; the last good checkpoint is kept", file=sys.stderr)
             progress.advance(label, steps - step)
+    if RANK:
+        return None
     rows = [json.loads(line) for line in log_path.read_text().splitlines()]
     losses = [row["loss"] for row in rows] or [None]
     best = min(((each["val_loss"], each["step"]) for each in evaluations if math.isfinite(each["val_loss"])), default=None)

@@ -174,7 +174,7 @@ def run_all(args, out, device, dtype, header, lr, make_model, batch, evaluate, e
                         dropout=args.dropout, layers=args.layers, dim=args.dim, heads=args.heads, batch=args.batch),
             device=device, dtype=dtype, eval_every=args.eval_every, compile=args.compile, progress=progress, label=name,
             evaluate=lambda model: evaluate(model) | metrics.by_layer(model.states(embed(model))))
-        if (folder / "row.json").exists():
+        if (folder / "row.json").exists() or harness.RANK:
             continue
         norms = [g for g in result["grad_norms"][steps[arm] // 2:] if g is not None]
         row = dict(arm=arm, seed=seed, h=h, gamma=gamma, lr=rate, steps=steps[arm], **flops[arm], diverged=result["diverged"],
@@ -250,6 +250,8 @@ def experiment(args, device, dtype, name, columns, metric, unit_, robust, header
     with lock:
         harness.write_config(out, {"command": command}, args, device)
         run_all(args, out, device, dtype, header, **parts)
+    if harness.RANK:
+        return
     turn = open(out / ".turn", "a")  # shards that end together make the table one after the other, the last one with all rows
     harness.lock_file(turn, out, wait=True)
     rows, complete = finished(args, out)

@@ -23,6 +23,7 @@ import resource
 import runpy
 import shutil
 import signal
+import socket
 import struct
 import sys
 import time
@@ -1746,6 +1747,53 @@ def test_charlm_with_noise_trains(tmp_path, prose):
     run_main(train_charlm.main, *options, "--noise", "tangent", "--h", "0.1", "--out", tmp_path / "whole")
     log = "standard-seq32-seed0/metrics.jsonl"
     assert (tmp_path / "none" / log).read_text() != (tmp_path / "whole" / log).read_text()
+
+
+# ------------------------------------------------------------------------------------------------- data parallel
+
+def be_rank(rank, port):
+    """What torchrun --nproc_per_node=2 tells a process, which leaves its token seeds in a file."""
+    def spy(folder, model, *args, **options):
+        result = train(folder, model, *args, **options)
+        pathlib.Path("token_seeds").write_text(" ".join(str(noise.token_seed) for noise in model.noise))
+        return result
+    train, harness.train = harness.train, spy
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    harness.RANK, harness.WORLD = rank, 2
+
+
+def test_two_ranks_train_as_one_process(tmp_path, children, prose):
+    # gamma = 0 leaves the shared A alone: the loss is that of one process only if both ranks draw the same A, take the
+    # two halves of the same batch, average over them, and hold eta, which the control clips here, to the same bound
+    options = ["train_charlm.py", "--quick", "--dataset", prose, "--steps", "8", "--eval-every", "4", "--sample", "0", "--arms",
+               "consensus", "--eta-start", "3", "--control-every", "3", "--noise", "tangent", "--gamma", "0", "--h", "0.05"]
+    assert children(tmp_path / "one", *options, "--out", tmp_path / "alone").returncode == 0
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [children.wait(child) for child in [
+        children.start(tmp_path / f"rank{rank}", *options, "--out", tmp_path / "shared", before=(be_rank, rank, port))
+        for rank in (0, 1)]]
+    assert [rank.returncode for rank in ranks] == [0, 0], ranks
+    assert "2 processes" in ranks[0].stdout and ranks[1].stdout == ranks[1].stderr == ""
+    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    names = lambda out: sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
+    assert names(alone) == names(shared) and names(tmp_path / "rank1") == ["token_seeds"]
+    assert [(tmp_path / f"rank{rank}" / "token_seeds").read_text() for rank in (0, 1)] == ["0 0 0", "1 1 1"]
+    name = "consensus-seq32-seed0"
+    one, two = ([json.loads(line) for line in (out / name / "metrics.jsonl").open()] for out in (alone, shared))
+    assert len(one) == len(two) == 8
+    for ours, theirs in zip(one, two):
+        assert ours.keys() == theirs.keys()
+        assert all(math.isclose(ours[key], theirs[key], rel_tol=1e-5) for key in ours), (ours, theirs)
+    assert one[3]["eta_used"] < one[3]["eta_asked"] * 0.99  # the control did act
+    one, two = (torch.load(out / name / "checkpoint.pt", weights_only=True)["model"] for out in (alone, shared))
+    assert one.keys() == two.keys() and not any(key.startswith("module.") for key in two)
+    again = children(tmp_path / "one", *options, "--out", shared, "--resume")  # one process goes on where two stopped
+    assert again.returncode == 0 and json.loads((shared / "summary.json").read_text())["runs"]
+    odd = children(tmp_path / "odd", *options, "--batch", "3", "--out", "out", before=(be_rank, 0, port))
+    assert odd.returncode == 2 and odd.stderr.splitlines() == [
+        "error: --batch 3 is shared by 2 processes: make it a multiple of 2"] and not names(tmp_path / "odd")
 
 
 NOISE_FILE = pathlib.Path(nb.__file__)

@@ -211,6 +211,8 @@ def run(args, data, out, progress, device, dtype, arm, seq, seed, eta=None):
         device=device, dtype=dtype, eval_every=args.eval_every,
         evaluate=lambda m: {"val_loss": validation_loss(m, data.valid, seq, device, blocks=32)},
         every=control, compile=args.compile, progress=progress, label=name)
+    if harness.RANK:
+        return model, None
     norms = [g for g in result["grad_norms"] if g is not None]
     stats = metrics.grad_norm_stats(norms) if norms else {"mean": None, "var": None}  # diverged before the first step
     row = dict(arm=arm, seq=seq, seed=seed, lr=lr, eta=eta, diverged=result["diverged"],
@@ -240,10 +242,12 @@ def compare(args, data, out, device, dtype):
     for seq, seed, arm in points:
         model, row = run(args, data, out, progress, device, dtype, arm, seq, seed)
         rows.append(row)
-        if args.sample and seed == args.seed and not row["diverged"]:
+        if row and args.sample and seed == args.seed and not row["diverged"]:
             text = sample(model, data.vocabulary, args.prompt, args.sample, seq, args.temperature, seed, device)
             samples.append({"arm": arm, "seq": seq, "text": text})
     progress.close()
+    if harness.RANK:
+        return None
     means, verdicts = [], []
     for seq in args.seq:
         for arm in args.arms:
@@ -325,6 +329,8 @@ def sweep(args, data, out, device, dtype):
     _, standard = run(args, data, out, progress, device, dtype, "standard", seq, args.seed)
     rows = [run(args, data, out, progress, device, dtype, arm, seq, args.seed, eta)[1] for eta in args.eta]
     progress.close()
+    if harness.RANK:
+        return None
     for row in rows:
         by = [name for name, hit in (("loss", row["diverged"] or row["val_loss"] > row["start_loss"]),
                                      ("multiplier", row.get("local_multiplier", 0) > 1)) if hit]
@@ -378,9 +384,10 @@ def sweep(args, data, out, device, dtype):
 
 def main():
     args = parse()
-    device, dtype, line = harness.pick_device(args.device, args.dtype, args.threads)
+    device, dtype, line = harness.pick_device(args.device, args.dtype, args.threads, args.batch)
     print(line)
-    text = load_text(args.dataset, args.data_dir)
+    with harness.in_turn():
+        text = load_text(args.dataset, args.data_dir)
     data = character_data(text, max(args.seq))
     if args.sample and args.eta is None:
         if args.prompt == "\n" and "\n" not in data.vocabulary:
@@ -400,6 +407,8 @@ def main():
     with lock:
         harness.write_config(out, config, args, device)
         found = (compare if args.eta is None else sweep)(args, data, out, device, dtype)
+        if harness.RANK:
+            return
         harness.write_json(out / "summary.json", {**config, **found})
     print()
     for verdict in found["verdicts"]:

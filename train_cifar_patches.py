@@ -76,9 +76,10 @@ def parse():
 
 def main():
     args = parse()
-    device, dtype, line = harness.pick_device(args.device, args.dtype, args.threads)
+    device, dtype, line = harness.pick_device(args.device, args.dtype, args.threads, args.batch)
     print(line)
-    data = load_cifar(args.data_dir)
+    with harness.in_turn():
+        data = load_cifar(args.data_dir)
     labels, images = data.train
     print(f"data: {data.name}, {len(labels)} images to train on, {len(data.valid[0])} to evaluate")
 

@@ -48,10 +48,11 @@ def parse():
 
 def main():
     args = parse()
-    device, dtype, line = harness.pick_device(args.device, args.dtype, args.threads)
+    device, dtype, line = harness.pick_device(args.device, args.dtype, args.threads, args.batch)
     print(line)
-    text = load_wikitext(args.data_dir)
-    encoding = gpt2_encoding()
+    with harness.in_turn():
+        text = load_wikitext(args.data_dir)
+        encoding = gpt2_encoding()
     data = token_data(text, encoding, args.seq, BLOCKS)
     print(f"data: {text.name}; {encoding.name} tokens, {len(data.train)} to train on, {data.scored} to evaluate, "
           f"{data.vocab} different (the softmax is over these); context {args.seq}")

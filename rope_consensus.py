@@ -104,7 +104,8 @@ def attend(y, value, beta, causal=False, eager=False):
     eager spells the softmax out: fused kernels have no forward-mode derivative, and none of second order.
     """
     if not eager:
-        return F.scaled_dot_product_attention(y, y, value, is_causal=causal, scale=beta)
+        scale = max(beta, 1e-30)  # a kernel multiplies the mask's -inf by it
+        return F.scaled_dot_product_attention(y, y, value, is_causal=causal, scale=scale)
     logits = beta * wide(y) @ wide(y).mT
     if causal:
         logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -torch.inf)

@@ -286,11 +286,12 @@ def test_case_29_rope_tables_do_not_alias_in_a_bfloat16_model():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_fused_and_eager_attention_agree(causal):
+@pytest.mark.parametrize("beta", [0.0, 5.0])  # a kernel that scales a mask by 0 gives NaN
+def test_fused_and_eager_attention_agree(causal, beta):
     x = tokens(2, 50, 8)
-    assert torch.allclose(consensus_step(x, 0.7, 5.0, causal), consensus_step(x, 0.7, 5.0, causal, eager=True), atol=1e-13)
-    dense = unit(x + 0.7 * rc.tangent(x, attention_matrix(x, 5.0, causal) @ x))
-    assert torch.allclose(consensus_step(x, 0.7, 5.0, causal), dense, atol=1e-13)
+    assert torch.allclose(consensus_step(x, 0.7, beta, causal), consensus_step(x, 0.7, beta, causal, eager=True), atol=1e-13)
+    dense = unit(x + 0.7 * rc.tangent(x, attention_matrix(x, beta, causal) @ x))
+    assert torch.allclose(consensus_step(x, 0.7, beta, causal), dense, atol=1e-13)
 
 
 def test_consensus_is_fixed_since_values_are_not_rotated():
@@ -1028,7 +1029,7 @@ class Net(torch.nn.Module):
         return None, F.mse_loss(self.net[2](self.net[1](self.hidden(self.net[0](x))))[:, 0], y)
 
 
-def small_run(folder, steps=12, at=None, every=4, seed=0, compile=False, wrap=lambda net: net, **header):
+def small_run(folder, steps=12, at=None, every=4, seed=0, compile=False, dtype=None, wrap=lambda net: net, **header):
     """harness.train in this process on Net; at: {step: function of the net, called before that step}."""
     torch.manual_seed(seed)
     net, seen = Net(), []
@@ -1043,7 +1044,7 @@ def small_run(folder, steps=12, at=None, every=4, seed=0, compile=False, wrap=la
         torch.rand(3)  # an evaluation that draws
         return {"val_loss": m.net[0].weight.square().sum().item()}
     result = harness.train(folder, wrap(net), batch, header, seed=seed, steps=steps, lr=0.01, weight_decay=0.1,
-                           device=torch.device("cpu"), dtype=None, eval_every=every, compile=compile, evaluate=evaluate,
+                           device=torch.device("cpu"), dtype=dtype, eval_every=every, compile=compile, evaluate=evaluate,
                            progress=harness.Progress(steps), label="small")
     return net, result, seen
 
@@ -1074,6 +1075,37 @@ def test_case_01_resume_repeats_no_batch(tmp_path, whole):
     assert (tmp_path / "cut/metrics.jsonl").read_bytes() == (whole.folder / "metrics.jsonl").read_bytes()
     grown = [each["val_loss"] for each in again["evaluations"]]
     assert again["best"] == {"val_loss": min(grown), "step": 4 * grown.index(min(grown))}  # best so far, over the resume
+
+
+def test_loss_scaling_is_resumed(tmp_path):
+    # float16: the first scale overflows, is halved, and the step is left out; begun anew, that would happen again
+    whole, result, _ = small_run(tmp_path / "whole", dtype=torch.float16)
+    with pytest.raises(KeyboardInterrupt):
+        small_run(tmp_path / "cut", dtype=torch.float16, at={5: interrupt})
+    assert torch.load(tmp_path / "cut/checkpoint.pt", weights_only=True)["scaler"]["scale"] < 2 ** 16
+    net, again, _ = small_run(tmp_path / "cut", dtype=torch.float16)
+    assert again == result and not result["diverged"] and equal(net, whole)
+
+
+def test_files_are_durable_before_they_are_named(tmp_path, monkeypatch):
+    # and the log before the checkpoint that counts its lines
+    calls, sync, name = [], os.fsync, os.replace
+
+    def fsync(number):
+        calls.append(os.readlink(f"/proc/self/fd/{number}") if os.path.exists("/proc/self/fd") else calls[:0])
+        sync(number)
+
+    def replace(source, target):
+        calls.append((str(source), pathlib.Path(target).name))
+        name(source, target)
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    small_run(tmp_path / "run", steps=2, every=1)
+    run, temporary = tmp_path / "run", f".{os.getpid()}.tmp"
+    save = [f"{run}/metrics.jsonl", f"{run}/checkpoint.pt{temporary}", (f"{run}/checkpoint.pt", "checkpoint.prev.pt"),
+            (f"{run}/checkpoint.pt{temporary}", "checkpoint.pt")]
+    write = [[f"{run}/{file}.json{temporary}", (f"{run}/{file}.json{temporary}", f"{file}.json")] for file in ("timing", "result")]
+    assert calls == [*save[:2], save[3], *save, *write[0], *write[1]]
 
 
 def test_interrupt_in_the_last_step_stops_before_the_next_run(tmp_path, whole):
@@ -1119,6 +1151,16 @@ def test_case_23_interrupts_from_a_shell(tmp_path, children, signals, seconds):
                         done.stderr.splitlines()[-1])
     state = harness.load_checkpoint(tmp_path / "run/out/standard-seq32-seed0", {})
     assert f"step {state['step']} of" in done.stderr and not list((tmp_path / "run/out").rglob("*.tmp"))
+
+
+def test_out_of_memory_is_one_line(capsys):
+    def main():
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried\n...")
+    refused(capsys, main, [], "out of memory", "--batch")
+    for argv, error in ((["--debug"], main), ([], lambda: torch.ones(2) @ torch.ones(3))):  # a bug stays one
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError):
+            patch.setattr(sys, "argv", ["script.py", *argv])
+            harness.run_main(error)
 
 
 def test_interrupt_outside_of_training_is_one_line(capsys):
@@ -1387,6 +1429,8 @@ def test_charlm_compare_end_to_end(tmp_path, prose, capsys):
     assert "bfloat16 (asked for)" in output and "--- consensus-v" in output
     summary = json.loads((tmp_path / "out/summary.json").read_text())
     assert len(set(summary["params"].values())) == 1 and summary["dataset"] == prose
+    header = json.loads((tmp_path / "out/consensus-v-seq32-seed2/result.json").read_text())["header"]
+    assert {"format", "arm", "layers", "dim", "heads", "vocabulary", "dataset", "data", "seed", "dtype"} <= set(header)
     assert len(summary["runs"]) == 12 and len(summary["verdicts"]) == 3 and len(summary["samples"]) == 4
     for row in summary["runs"]:
         assert 2 < row["val_loss"] < 5 and len(row["diameter_by_layer"]) == 4
@@ -1420,7 +1464,7 @@ def test_charlm_eta_sweep_end_to_end(tmp_path, prose, control):
     (["--dataset", "no-such-file.txt"], ["no such file"]), (["--seq", "1000000"], ["needs 1000001"]),
     (["--device", "tpu"], ["unknown --device"]), (["--dtype", "int8"], ["unknown --dtype"]), (["--steps", "0"], ["steps"]),
     (["--seed", "99999999999999999999"], ["seed"]), (["--batch", "0"], ["batch"]), (["--lr", "nan"], ["finite"]),
-    (["--threads", "0"], ["threads"]), (["--temperature", "-1"], ["temperature"]), (["--sample", "-1"], ["sample"]),
+    (["--threads", "0"], ["threads"]), (["--threads", "10000000"], ["threads"]), (["--temperature", "-1"], ["temperature"]), (["--sample", "-1"], ["sample"]),
     (["--resume"], ["--out"]), (["--lr", "1", "2", "3"], ["3 values for 2 arms"]), (["--eta", "--arms", "consensus"], ["standard"])])
 def test_charlm_refuses_bad_input(tmp_path, monkeypatch, capsys, options, words):
     monkeypatch.chdir(tmp_path)
@@ -1588,6 +1632,40 @@ def test_cifar_end_to_end_and_its_resume(small_data, tmp_path, capsys):
     assert json.loads((tmp_path / "cut/summary.json").read_text())["runs"] == summary["runs"][:2]
 
 
+def first_gradient(main, *argv):
+    """Norm of the gradient in the first step of a command's last run."""
+    found = []
+
+    class Stop(Exception):
+        pass
+
+    def train(folder, model, batch, *_, **__):
+        torch.manual_seed(0)
+        model(*batch(0))[1].backward()
+        found.append(torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm().item())
+        raise Stop
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(harness, "train", train)
+        run_main(main, "--quick", *argv)
+    return found[0]
+
+
+def test_case_41_every_flag_of_the_trainers_changes_a_step(small_data, tmp_path):
+    def flags(main, base, changes):
+        base = [*base, "--out", tmp_path / main.__module__, "--resume"]
+        plain = first_gradient(main, *base)
+        assert math.isfinite(plain) and first_gradient(main, *base) == plain
+        for change in changes:
+            assert first_gradient(main, *base, *change.split()) != plain, change
+    flags(train_charlm.main, ["--dataset", small_data / "prose.txt", "--arms", "consensus-qkv", "--noise", "tangent"],
+          ["--beta 2", "--eta-start 0.5", "--loop", "--noise none", "--h 0.1", "--gamma 0.3", "--seed 1", "--batch 2", "--seq 16",
+           "--layers 2", "--dim 16", "--heads 1", "--arms consensus-v"])
+    flags(train_wikitext.main, ["--data-dir", small_data, "--arms", "tangent"],
+          ["--rank 2", "--rank 0", "--common sqrt_h", "--h 0.1", "--gamma 0.3", "--arms isotropic", "--arms shared", "--seed 1"])
+    flags(train_cifar_patches.main, ["--data-dir", small_data, "--arms", "dropout", "--batch", "4"],
+          ["--dropout 0.5", "--no-augment", "--no-normalize", "--seed 1"])
+
+
 def test_sweep_in_shards_ends_in_one_table(small_data, tmp_path, children, capsys):
     options = ["--quick", "--steps", "1", "--arms", "sphere", "tangent", "--sweep", "--data-dir", small_data, "--batch", "2",
                "--dim", "8", "--heads", "1",
@@ -1611,9 +1689,18 @@ def test_sweeps_go_on_after_a_point_that_diverged(small_data, tmp_path, monkeypa
     run_main(train_cifar_patches.main, *options, "--arms", "prenorm", "tangent", "isotropic", "--lr", "1e30", "3e-3", "1e30",
              "--data-dir", small_data, "--out", tmp_path / "cifar")
     found = json.loads((tmp_path / "cifar/summary.json").read_text())
-    assert [row["diverged"] for row in found["runs"]] == [True, False, True] and found["complete"]
-    assert [line["n"] for line in found["table"]] == [0, 1, 0] and found["table"][0]["error"] is None
+    assert [row["diverged"] for row in found["runs"]] == [True, True, False] and found["complete"]  # by its noise, too
+    assert [line["n"] for line in found["table"]] == [0, 0, 1] and found["table"][0]["error"] is None
     assert re.search(r"prenorm-seed0 diverged at step \d: .*first in the (output|gradient) of \w+", capsys.readouterr().err)
+    # what the sweep measures beside the training has tests of its own
+    monkeypatch.setattr(rc, "measure_threshold", lambda *_, **__: (2.0, 2.0))
+    monkeypatch.setattr(train_charlm, "at_consensus", lambda model, ids: [{"multiplier": 0.5, "lambda_max": 1.0}])
+    charlm = [*options, "--dataset", small_data / "prose.txt", "--seq", "16", "--layers", "2", "--sample", "5"]
+    run_main(train_charlm.main, *charlm, "--beta", "1e30", "--out", tmp_path / "beta")  # before the first step
+    found = json.loads((tmp_path / "beta/summary.json").read_text())
+    assert [row["diverged"] for row in found["runs"]] == [False, True] and len(found["samples"]) == 1
+    run_main(train_charlm.main, *charlm, "--eta", "1", "--lr", "1e30", "--out", tmp_path / "all")  # the standard arm as well
+    assert json.loads((tmp_path / "all/summary.json").read_text())["standard"]["diverged"]
     real = harness.train
 
     def train(folder, model, *args, **options):  # the middle point of three
@@ -1621,8 +1708,7 @@ def test_sweeps_go_on_after_a_point_that_diverged(small_data, tmp_path, monkeypa
             model.blocks[1].register_forward_hook(lambda module, args, output: output * math.nan if module.training else output)
         return real(folder, model, *args, **options)
     monkeypatch.setattr(harness, "train", train)
-    run_main(train_charlm.main, *options, "--eta", "0.3", "1", "2", "--dataset", small_data / "prose.txt", "--seq", "16",
-             "--layers", "2", "--out", tmp_path / "eta")
+    run_main(train_charlm.main, *charlm, "--eta", "0.3", "1", "2", "--out", tmp_path / "eta")
     rows = json.loads((tmp_path / "eta/summary.json").read_text())["sweep"]
     assert [row["diverged"] for row in rows] == [False, True, False] and rows[1]["diverged_by"] == "loss"
     assert re.fullmatch("step 0: loss nan, gradient norm nan, first in the output of blocks.1", rows[1]["diverged_at"])

@@ -99,6 +99,8 @@ def write_atomic(path, data, before=None):
 
 def write_json(path, value):
     """value as JSON, written atomically. Numbers that are not finite become null: JSON has none."""
+    with writing(path):
+        pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, (json.dumps(finite(value), indent=1) + "\n").encode())
 
 

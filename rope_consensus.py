@@ -165,7 +165,7 @@ def lanczos(matvec, start, iters, enough=None):
         basis[..., m - 1, :] = q
         Q = basis[..., :m, :]
         for _ in range(2):
-            w = w - ((Q @ w[..., None]).mT @ Q)[..., 0, :]
+            w = w - (w[..., None, :] @ Q.mT @ Q)[..., 0, :]
         b = w.norm(dim=-1, keepdim=True)
         scale = torch.maximum(scale, torch.maximum(alpha.abs(), b))
         alive = b > eps * scale  # else the space is invariant: the eigenvalue is exact and the basis stops
@@ -213,13 +213,13 @@ def lambda_max(x, beta, causal=False, iters=32, generator=None, base=10000.0):
         return value, torch.zeros_like(value), torch.ones_like(value, dtype=torch.bool)
     whole = weights(slice(n), slice(n)) if n * numbers <= DENSE_LIMIT else None
 
-    def apply(v):  # W v, (..., n) -> (..., n)
+    def apply(v):  # W v, (..., n) -> (..., n), from the left: batches of matrices times columns are slow on a CPU
         if whole is not None:
-            return (whole @ v[..., None])[..., 0]
+            return (v[..., None, :] @ whole)[..., 0, :]
         out = torch.zeros_like(v)
         for rows in blocks:  # W is symmetric: what is right of the diagonal serves below it too
             W = weights(rows, slice(rows.start, n))
-            out[..., rows] += (W @ v[..., rows.start:, None])[..., 0]
+            out[..., rows] += (v[..., None, rows.start:] @ W.mT)[..., 0, :]
             out[..., rows.stop:] += (v[..., None, rows] @ W[..., rows.stop - rows.start:])[..., 0, :]
         return out
 

@@ -5,13 +5,13 @@ Speed and memory of nanosphere: every claim a ratio, measured in one process on 
     spread    its quartiles
     verdict   from the 95% interval of that median (order statistics): met where it lies at or below the goal, not met
               where it lies above, else not decided. A single number is compared with the goal as it is.
-    bound     the seconds that can't be avoided: the greater of flops over the machine's measured matmul rate and bytes over
-              its measured copy rate. flops: matrix products alone (metrics.count_flops). bytes of a training step: operands
-              and results of every matrix product, forward and backward, and AdamW's passes over the parameters.
+    bound     the seconds that can't be avoided: the greater of flops over the machine's measured matmul rate and bytes
+              over its measured copy rate. flops: matrix products alone (metrics.count_flops). bytes of a training step:
+              operands and results of every matrix product, forward and backward, and AdamW's passes over parameters
     reached   bound over measured seconds, of B
 
-On one CPU thread the clock is the process's CPU time, which other programs on the machine move little; on more threads it
-is the wall; on CUDA, events after a warm-up. What is measured, section by section, is in SECTIONS at the end of the file.
+On one CPU thread the clock is the process's CPU time, which other programs on the machine move little; on more threads
+it is the wall; on CUDA, events after a warm-up. SECTIONS, at the end of the file, lists what is measured.
 
     $ python bench.py                      # about 15 minutes on two CPU cores: results/bench-cpu.json and .png
     $ python bench.py --only noise compile
@@ -82,8 +82,8 @@ def summary(ratios):
     ratios, n = sorted(ratios), len(ratios)
     # the k-th smallest and k-th largest enclose the median with probability 1 - 2 P(Binomial(n, 1/2) < k)
     k = max([k for k in range(1, n // 2 + 1) if sum(math.comb(n, i) for i in range(k)) / 2 ** n <= 0.025], default=1)
-    return {"ratio": median(ratios), "quartiles": [ratios[n // 4], ratios[-1 - n // 4]], "interval": [ratios[k - 1], ratios[-k]],
-            "rounds": n}
+    return {"ratio": median(ratios), "quartiles": [ratios[n // 4], ratios[-1 - n // 4]],
+            "interval": [ratios[k - 1], ratios[-k]], "rounds": n}
 
 
 def in_turn(bench, calls, rounds=None):
@@ -140,11 +140,11 @@ class Bench:
 
     def row(self, section, what, goal=None, value=None, taken=None, bound=None, unit="", **more):
         """A row: value (a number) or taken (an entry of in_turn) against the goal, at most."""
-        row = {"what": what, "goal": goal, "value": taken["ratio"] if taken else value, "unit": "ratio" if taken else unit, **more}
+        row = {"what": what, "goal": goal, "value": value, "unit": unit, **more}
         low, high = taken["interval"] if taken else (value, value)
         if taken:
-            row |= {"spread": taken["quartiles"], "interval": taken["interval"], "seconds": taken["seconds"],
-                    "rounds": taken["rounds"]}
+            row |= {"value": taken["ratio"], "unit": "ratio", "spread": taken["quartiles"],
+                    "interval": taken["interval"], "seconds": taken["seconds"], "rounds": taken["rounds"]}
             if bound:
                 row |= {"bound_seconds": bound, "reached": bound / taken["seconds"]}
         if goal is not None:
@@ -170,8 +170,8 @@ def training_step(model, inputs, targets, device, dtype=None):
 
 
 def bytes_moved(model, tokens):
-    """Bytes a float32 training step can't avoid: every matrix product reads two operands and writes one result, once forward
-    and twice backward; AdamW reads parameter, gradient and two moments and writes three of them."""
+    """Bytes a float32 training step can't avoid: every matrix product reads two operands and writes one result, once
+    forward and twice backward; AdamW reads parameter, gradient and two moments and writes three of them."""
     layers = [m for m in model.modules() if isinstance(m, nn.Linear)]
     products = sum(3 * (tokens * (m.in_features + m.out_features) + m.weight.numel()) for m in layers)
     return 4 * (products + 7 * sum(p.numel() for p in model.parameters()))
@@ -198,17 +198,19 @@ def arms(bench):
         inputs, targets = character_batch(bench, batch, seq)
         models = {arm: character_model(bench, arm, layers, dim) for arm in ARMS}
         flops = metrics.count_flops(lambda: models["standard"](inputs.cpu(), targets.cpu())[1].backward())
-        taken = in_turn(bench, {arm: training_step(model, inputs, targets, bench.device) for arm, model in models.items()})
+        taken = in_turn(bench, {arm: training_step(model, inputs, targets, bench.device)
+                                for arm, model in models.items()})
         for arm, model in models.items():
             bench.row("arms", f"{arm}, d {dim}, block {seq}, batch {batch}", 1.0 if arm == "consensus-qkv" else None,
                       taken=taken[arm], bound=bench.bound(flops, bytes_moved(model, batch * seq)), flops=flops,
                       tokens_per_second=batch * seq / taken[arm]["seconds"])
     if bench.device.type == "cuda":  # the fused attention kernels
         for seq, batch in ((1024, 8), (8192, 1)):
-            batch = character_batch(bench, batch, seq)
-            step = training_step(character_model(bench, "consensus-qkv", layers, 256), *batch, bench.device, torch.bfloat16)
+            model = character_model(bench, "consensus-qkv", layers, 256)
+            inputs, targets = character_batch(bench, batch, seq)
+            step = training_step(model, inputs, targets, bench.device, torch.bfloat16)
             spent = in_turn(bench, {"fused": step})["fused"]
-            bench.row("arms", f"consensus-qkv, d 256, block {seq}, bfloat16", value=batch[0].numel() / spent["seconds"],
+            bench.row("arms", f"consensus-qkv, d 256, block {seq}, bfloat16", value=inputs.numel() / spent["seconds"],
                       unit="tokens/s")
 
 
@@ -225,7 +227,8 @@ class PlainBlock(nn.Module):
 
     def forward(self, x, tables):
         B, T, C = x.shape
-        q, k, v = (z.view(B, T, self.heads, C // self.heads).transpose(1, 2) for z in self.c_attn(self.ln_1(x)).split(C, 2))
+        q, k, v = (z.view(B, T, self.heads, C // self.heads).transpose(1, 2)
+                   for z in self.c_attn(self.ln_1(x)).split(C, 2))
         if self.rope:
             q, k = rotate(q, *tables), rotate(k, *tables)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -241,11 +244,12 @@ class Plain(nn.Module):
         self.rope, self.d_head = rope, dim // heads
         self.wte, self.wpe = nn.Embedding(vocab, dim), nn.Embedding(1 if rope else block, dim)
         self.h = nn.ModuleList(PlainBlock(dim, heads, rope) for _ in range(layers))
-        self.ln_f, self.lm_head = nn.RMSNorm(dim) if rope else nn.LayerNorm(dim, bias=False), nn.Linear(dim, vocab, bias=False)
+        self.ln_f = nn.RMSNorm(dim) if rope else nn.LayerNorm(dim, bias=False)
+        self.lm_head = nn.Linear(dim, vocab, bias=False)
 
     def forward(self, idx, targets):
         at = torch.arange(idx.shape[1], device=idx.device)
-        x = self.wte(idx) + (self.wpe(at * 0) if self.rope else self.wpe(at))  # so that both have every parameter's gradient
+        x = self.wte(idx) + self.wpe(at * 0 if self.rope else at)
         tables = rope_tables(at, self.d_head) if self.rope else None
         for block in self.h:
             x = block(x, tables)
@@ -254,7 +258,7 @@ class Plain(nn.Module):
 
 
 def plain(bench):
-    """The trainer's standard arm, inside harness.train, against a plain nanoGPT-style model and loop of the same sizes."""
+    """The trainer's standard arm, inside harness.train, against a plain nanoGPT-style model and loop of its sizes."""
     layers, dim, seq, batch, steps = (2, 16, 16, 2, 3) if bench.quick else (24, 64, 256, 8, 5)
     folder, number = tempfile.TemporaryDirectory(), itertools.count()
     marks = []  # the clock at every step's start: the time between two is a whole step, with log and progress
@@ -269,9 +273,10 @@ def plain(bench):
         return spent
 
     def trainer():
-        harness.train(pathlib.Path(folder.name) / str(next(number)), character_model(bench, "standard", layers, dim), one_batch,
-                      {}, seed=0, steps=steps, lr=1e-3, weight_decay=0.1, device=bench.device, dtype=None,
-                      evaluate=lambda model: {"val_loss": 0.0}, eval_every=steps, progress=harness.Progress(steps), label="bench")
+        harness.train(pathlib.Path(folder.name) / str(next(number)), character_model(bench, "standard", layers, dim),
+                      one_batch, {}, seed=0, steps=steps, lr=1e-3, weight_decay=0.1, device=bench.device, dtype=None,
+                      evaluate=lambda model: {"val_loss": 0.0}, eval_every=steps, progress=harness.Progress(steps),
+                      label="bench")
         return between()
 
     def loop(rope):
@@ -288,23 +293,26 @@ def plain(bench):
         return between()
 
     model = character_model(bench, "standard", layers, dim)
-    flops = metrics.count_flops(lambda: model(*(part.cpu() for part in character_batch(bench, batch, seq)))[1].backward())
+    inputs, targets = (part.cpu() for part in character_batch(bench, batch, seq))
+    flops = metrics.count_flops(lambda: model(inputs, targets)[1].backward())
     bound = bench.bound(flops, bytes_moved(model, batch * seq))
     for name, rope, goal in (("RoPE and RMSNorm, as the arm has", True, 1.0),
                              ("LayerNorm and learned positions, as nanoGPT has", False, None)):
         taken = in_turn(bench, {"plain": lambda: loop(rope), "trainer": trainer})
-        bench.row("plain", f"trainer over plain loop with {name}", goal, taken=taken["trainer"], bound=bound, flops=flops)
+        bench.row("plain", f"trainer over plain loop with {name}", goal, taken=taken["trainer"], bound=bound,
+                  flops=flops)
     profile = cProfile.Profile()
     profile.runcall(trainer)
     cost = {name: sum(entry[3] for (_, _, function), entry in pstats.Stats(profile).stats.items() if function == name)
             for name in ("one_batch", "flush", "advance")}
     bench.row("plain", "batch, log and progress, share of a step", 0.02,
-              value=sum(cost.values()) / steps / taken["trainer"]["seconds"], seconds={k: v / steps for k, v in cost.items()})
+              seconds={name: spent / steps for name, spent in cost.items()},
+              value=sum(cost.values()) / steps / taken["trainer"]["seconds"])
     folder.cleanup()
 
 
 def noise(bench):
-    """TangentNoise over residual dropout in the 6-layer model of train_wikitext.py, and what it keeps for the backward pass."""
+    """TangentNoise over residual dropout in the 6-layer model of train_wikitext.py, and the memory that it adds."""
     layers, dim, seq, batch, vocab = (2, 16, 8, 2, 50) if bench.quick else (6, 128, 64, 8, 18011)
     rank = 4 if bench.quick else 8
     idx = torch.randint(vocab, (batch, seq + 1), generator=torch.Generator().manual_seed(0)).to(bench.device)
@@ -315,8 +323,8 @@ def noise(bench):
     for name in models:
         torch.manual_seed(0)
         models[name] = Transformer(vocab, layers, dim, 4, **models[name])
-    taken = in_turn(bench, {name: training_step(model, idx[:, :-1], idx[:, 1:], bench.device) for name, model in models.items()},
-                    2 * bench.rounds)
+    taken = in_turn(bench, {name: training_step(model, idx[:, :-1], idx[:, 1:], bench.device)
+                            for name, model in models.items()}, 2 * bench.rounds)
     kept = {}
     for name, model in models.items():
         flops = metrics.count_flops(lambda: model.cpu()(idx[:, :-1].cpu(), idx[:, 1:].cpu())[1].backward())
@@ -337,7 +345,7 @@ def noise(bench):
 
 
 def spectrum(bench):
-    """lambda_max without a mask against eigvalsh on the symmetrised matrix, both from the tokens; accuracy; the n-curve."""
+    """lambda_max without a mask against eigvalsh of the symmetrised matrix, both from the tokens; accuracy; n-curve."""
     d, beta = 64, 6.0
     draw = lambda n: unit(torch.randn(n, d, generator=torch.Generator().manual_seed(n))).to(bench.device)
     for n, goal in ((64, None),) if bench.quick else ((1024, 1 / 5), (4096, 1 / 20)):
@@ -374,7 +382,8 @@ def spectrum(bench):
             slope = math.log(big[-1][key] / big[0][key]) / math.log(big[-1]["n"] / big[0]["n"])
         bench.row("lambda_max", f"exponent of n in {key}, n {big[0]['n']} to {n}", goal, value=slope)
     figure, (left, right) = harness.figure_axes(2)
-    for axis, key, scale, power, label in ((left, "seconds", 1, 2, "time (s)"), (right, "bytes", 1e6, 1, "memory added (MB)")):
+    for axis, key, scale, power, label in ((left, "seconds", 1, 2, "time (s)"),
+                                           (right, "bytes", 1e6, 1, "memory added (MB)")):
         if all(each[key] for each in curve):
             axis.loglog(sizes, [each[key] / scale for each in curve], "ko-", mfc="none", label="measured")
             axis.loglog(sizes, [curve[-1][key] / scale * (m / n) ** power for m in sizes], "k--", lw=1,
@@ -393,15 +402,15 @@ def control(bench):
         step = training_step(model, inputs, targets, bench.device)
         taken = in_turn(bench, {"step": step, "control": lambda: model.control(inputs)})
         low, high = summary(taken["step"]["all"])["quartiles"]
-        goal = (high - low) / taken["step"]["seconds"] if causal else 0.01  # causal: below what one step differs from the next
-        bench.row("control", f"K 100, {'causal, goal: the spread of a step' if causal else 'no mask'}: share of training", goal,
+        goal = (high - low) / taken["step"]["seconds"] if causal else 0.01  # less than steps differ is not measurable
+        mask = "causal, goal: the spread of a step" if causal else "no mask"
+        bench.row("control", f"K 100, {mask}: share of training", goal,
                   value=taken["control"]["ratio"] / 100, spread=[q / 100 for q in taken["control"]["quartiles"]],
                   seconds=taken["control"]["seconds"])
 
 
 def measures(bench):
-    """Metrics over n tokens against one matmul of their Gram matrix, in blocks that stay in the cache; k-means against
-    scikit-learn's, where it is installed; memory."""
+    """Metrics against a matmul of the Gram matrix, in blocks; k-means against scikit-learn's, if installed; memory."""
     n, d, k = (256, 8, 4) if bench.quick else (16384, 64, 16)
     x = unit(torch.randn(n, d, generator=torch.Generator().manual_seed(0))).to(bench.device)
     block = torch.empty(min(64, n), n, device=bench.device)
@@ -411,10 +420,13 @@ def measures(bench):
             torch.matmul(rows, x.mT, out=block)
     kmeans = lambda: metrics.spherical_kmeans(x, k)
     calls = {"Gram matrix": gram, "angular_diameter": lambda: metrics.angular_diameter(x),
-             "antipolar_fraction": lambda: metrics.antipolar_fraction(x), "cosine_entropy": lambda: metrics.cosine_entropy(x)}
+             "antipolar_fraction": lambda: metrics.antipolar_fraction(x),
+             "cosine_entropy": lambda: metrics.cosine_entropy(x)}
     taken = in_turn(bench, calls)
     for name in list(calls)[1:]:
-        bench.row("metrics", f"{name} over the Gram matmul, n {n}", 3.0, taken=taken[name], bound=bench.bound(n * n * d, 4 * n * d))
+        flops = 2 * n * d * d if name == "cosine_entropy" else n * n * d  # each pair once
+        bench.row("metrics", f"{name} over the Gram matmul, n {n}", 3.0, taken=taken[name],
+                  bound=bench.bound(flops, 4 * n * d))
     for name, call in [*list(calls.items())[1:], ("spherical_kmeans", kmeans)]:
         used = peak_memory(call, bench.device)
         bench.row("metrics", f"{name}: peak memory over n x d numbers, n {n} (n x n would be {n // d})", 32.0,
@@ -432,8 +444,7 @@ def measures(bench):
 
 
 def compiled(bench):
-    """torch.compile: graph breaks of the blocks, and the compiled ratio; bfloat16 autocast over float32: ratio, and the
-    difference of the losses after training against the spread over seeds."""
+    """Compiled over eager, graph breaks; bfloat16 autocast over float32, and its loss against the spread over seeds."""
     import torch._dynamo
     layers, dim, seq, batch = (1, 16, 16, 2) if bench.quick else (6, 64, 256, 8)
     inputs, targets = character_batch(bench, batch, seq)
@@ -447,18 +458,20 @@ def compiled(bench):
         steps = {}
         for name in ("eager", "compiled"):
             model = character_model(bench, arm, layers, dim)
-            steps[name] = training_step(torch.compile(model, backend=backend) if name == "compiled" else model, inputs, targets,
-                                        bench.device)
+            forward = torch.compile(model, backend=backend) if name == "compiled" else model
+            steps[name] = training_step(forward, inputs, targets, bench.device)
         bench.row("compile", f"compiled over eager, {arm}", taken=in_turn(bench, steps)["compiled"])
     for arm in ("standard", "consensus-qkv"):
-        steps = {str(dtype): training_step(character_model(bench, arm, layers, dim), inputs, targets, bench.device, dtype)
-                 for dtype in (None, torch.bfloat16)}
+        steps = {}
+        for dtype in (None, torch.bfloat16):
+            model = character_model(bench, arm, layers, dim)
+            steps[str(dtype)] = training_step(model, inputs, targets, bench.device, dtype)
         bench.row("compile", f"bfloat16 over float32, {arm}", taken=in_turn(bench, steps)["torch.bfloat16"])
         losses = {dtype: [final_loss(bench, arm, dtype, seed, 4 if bench.quick else 200) for seed in range(3)]
                   for dtype in (None, torch.bfloat16)}
         mean = {dtype: sum(each) / len(each) for dtype, each in losses.items()}
         spread = harness.spread([{"loss": loss} for loss in losses[None]], "loss")[1]
-        bench.row("compile", f"loss of bfloat16 less float32 after 200 steps, {arm}, over the seeds' s.d. in float32", 1.0,
+        bench.row("compile", f"loss of bfloat16 less float32 after 200 steps, {arm}, over the seeds' s.d.", 1.0,
                   value=abs(mean[torch.bfloat16] - mean[None]) / spread, losses={str(k): v for k, v in losses.items()})
 
 
@@ -479,10 +492,10 @@ def final_loss(bench, arm, dtype, seed, steps):
     return sum(losses[-max(1, steps // 10):]) / max(1, steps // 10)
 
 
-def script(*words, **options):
+def script(*words):
     """A script of the project in a process of its own."""
-    return subprocess.Popen([sys.executable, *map(str, words)], cwd=HERE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-                            text=True, **options)
+    return subprocess.Popen([sys.executable, *map(str, words)], cwd=HERE, stdout=subprocess.DEVNULL,
+                            stderr=subprocess.PIPE, text=True)
 
 
 def finished(process):
@@ -492,7 +505,7 @@ def finished(process):
 
 
 def startup(bench):
-    """Wall seconds, best of three: of --help, beside import torch alone; of a first training step, from the command on."""
+    """Wall seconds, best of three: of --help, beside import torch alone; from the command to a first training step."""
     times = 1 if bench.quick else 3
     spent = {"help": [], "torch": [], "step": []}
     for _ in range(times):
@@ -503,8 +516,9 @@ def startup(bench):
         with tempfile.TemporaryDirectory() as folder:
             size = ["--layers", 2, "--dim", 16, "--heads", 2] if bench.quick else []
             start = time.perf_counter()
-            process = script("train_charlm.py", "--dataset", "pydoc", "--arms", "consensus-qkv", "--sample", 0, "--device",
-                             bench.device.type, "--threads", torch.get_num_threads(), "--out", pathlib.Path(folder) / "run", *size)
+            process = script("train_charlm.py", "--dataset", "pydoc", "--arms", "consensus-qkv", "--sample", 0, *size,
+                             "--device", bench.device.type, "--threads", torch.get_num_threads(),
+                             "--out", f"{folder}/run")
             log = pathlib.Path(folder) / "run" / "consensus-qkv-seq256-seed0" / "metrics.jsonl"
             while process.poll() is None and not (log.exists() and log.stat().st_size):
                 time.sleep(0.02)
@@ -513,11 +527,12 @@ def startup(bench):
             process.communicate()
     bench.row("startup", "python -c 'import torch', the bound of what follows", value=min(spent["torch"]), unit="s")
     bench.row("startup", "python train_charlm.py --help", 3.0, value=min(spent["help"]), unit="s")
-    bench.row("startup", "python train_charlm.py, to the end of its first training step", 15.0, value=min(spent["step"]), unit="s")
+    bench.row("startup", "python train_charlm.py, to the end of its first step", 15.0, value=min(spent["step"]),
+              unit="s")
 
 
 def parallel(bench):
-    """torchrun --nproc_per_node=2 against one process with the same batches; seconds of a step where cores or cards suffice."""
+    """torchrun --nproc_per_node=2 against one process with the same batches; its speed where there are cores for it."""
     dim, steps = (16, 4) if bench.quick else (64, 12)
     cards = torch.cuda.device_count() if bench.device.type == "cuda" else (os.cpu_count() or 1)
     if bench.device.type == "cuda" and cards < 2:
@@ -525,11 +540,13 @@ def parallel(bench):
         return
     losses, spent = {}, {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, launcher in (("one", ()), ("two", ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"))):
+        torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"
+        for name, launcher in (("one", ()), ("two", torchrun)):
             out = pathlib.Path(folder) / name
-            finished(script(*launcher, "train_charlm.py", "--dataset", "pydoc", "--arms", "consensus-qkv", "--layers", 4, "--dim",
-                            dim, "--heads", 2, "--seq", 64, "--batch", 16, "--steps", steps, "--eval-every", steps, "--sample", 0,
-                            "--lr", 1e-3, "--threads", 1, "--device", bench.device.type, "--dtype", "float32", "--out", out))
+            finished(script(*launcher, "train_charlm.py", "--dataset", "pydoc", "--arms", "consensus-qkv", "--layers", 4,
+                            "--dim", dim, "--heads", 2, "--seq", 64, "--batch", 16, "--steps", steps, "--eval-every",
+                            steps, "--sample", 0, "--lr", 1e-3, "--threads", 1, "--device", bench.device.type, "--dtype",
+                            "float32", "--out", out))
             run = out / "consensus-qkv-seq64-seed0"
             losses[name] = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
             spent[name] = json.loads((run / "timing.json").read_text())["seconds_per_step"]
@@ -551,8 +568,10 @@ def main():
                         help=f"among {', '.join(SECTIONS)} (default: all)")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
     parser.add_argument("--threads", type=count, metavar="N", help="CPU threads (default: all cores)")
-    parser.add_argument("--rounds", type=count, default=9, metavar="N", help="rounds of every ratio (default: %(default)s)")
-    parser.add_argument("--out", type=pathlib.Path, help="results (default: results/bench-<device>.json, a figure beside it)")
+    parser.add_argument("--rounds", type=count, default=9, metavar="N",
+                        help="rounds of every ratio (default: %(default)s)")
+    parser.add_argument("--out", type=pathlib.Path,
+                        help="results; a figure goes beside (default: results/bench-<device>.json)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, two rounds: to see that all of it works")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     args = parser.parse_args()
@@ -570,11 +589,13 @@ def main():
         print(f"\n{name}: {SECTIONS[name].__doc__.splitlines()[0]} ({time.perf_counter() - began:.0f} s)")
         print(harness.table([{**row, "low": row.get("spread", [None])[0], "high": row.get("spread", [None])[-1]}
                              for row in bench.sections[name]],
-                            {"what": ("", ""), "value": ("measured", ".4g"), "low": ("25%", ".3f"), "high": ("75%", ".3f"),
-                             "unit": ("", ""), "goal": ("goal", ".3g"), "reached": ("reached", ".2f"), "verdict": ("verdict", "")}),
-              flush=True)
+                            {"what": ("", ""), "value": ("measured", ".4g"), "low": ("25%", ".3f"),
+                             "high": ("75%", ".3f"), "unit": ("", ""), "goal": ("goal", ".3g"),
+                             "reached": ("reached", ".2f"),
+                             "verdict": ("verdict", "")}), flush=True)
         harness.write_json(out, {"command": " ".join(["python", *sys.argv]), "quick": args.quick, "machine": line,
-                                 "environment": harness.environment(device), "rates": bench.rates, "sections": bench.sections})
+                                 "environment": harness.environment(device), "rates": bench.rates,
+                                 "sections": bench.sections})
         if name == "lambda_max":
             harness.save_figure(bench.figure, out.with_suffix(".png"))
     print(f"\nresults in {out}")

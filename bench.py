@@ -396,15 +396,20 @@ def spectrum(bench):
 def control(bench):
     """The eta control every 100 steps as a share of training: with a causal mask, and without one."""
     layers, dim, seq, batch = (2, 16, 16, 2) if bench.quick else (12, 64, 256, 4)
-    for causal in (True, False):
+    for causal, eta in ((True, 0.07), (False, 0.07), (False, 3.0)):
         model = character_model(bench, "consensus-qkv", layers, dim, causal=causal)
         inputs, targets = character_batch(bench, batch, seq)
         step = training_step(model, inputs, targets, bench.device)
-        taken = in_turn(bench, {"step": step, "control": lambda: model.control(inputs)})
+
+        def controlled():
+            for block in model.blocks:
+                nn.init.constant_(block.attn.eta, eta)
+            model.control(inputs)
+        taken = in_turn(bench, {"step": step, "control": controlled})
         low, high = summary(taken["step"]["all"])["quartiles"]
         goal = (high - low) / taken["step"]["seconds"] if causal else 0.01  # less than steps differ is not measurable
         mask = "causal, goal: the spread of a step" if causal else "no mask"
-        bench.row("control", f"K 100, {mask}: share of training", goal,
+        bench.row("control", f"K 100, eta {eta:g}, {mask}: share of training", goal,
                   value=taken["control"]["ratio"] / 100, spread=[q / 100 for q in taken["control"]["quartiles"]],
                   seconds=taken["control"]["seconds"])
 

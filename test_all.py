@@ -476,6 +476,12 @@ def test_control_clips_and_records():
     before = attn.eta.detach().clone()
     attn.control(x, act=False)
     assert torch.equal(before, attn.eta)
+    attn.eta.data.fill_(1.8)  # no eta_c is below 2: nothing to clip, whatever lambda_max is
+    attn.control(x)
+    assert (attn.lam == 1).all() and (attn.eta == 1.8).all() and (attn.eta_used == 1.8).all()
+    attn.eta.data.fill_(1.9)
+    attn.control(x)
+    assert torch.allclose(attn.lam, lam, atol=1e-3) and attn.eta_used[1] == min(1.9, 1.8 / attn.lam[1])
 
 
 def test_control_every_acts_on_each_kth_training_forward():

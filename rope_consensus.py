@@ -166,7 +166,7 @@ def lanczos(matvec, start, iters, enough=None):
         basis[..., m - 1, :] = q
         Q = basis[..., :m, :]
         for _ in range(2):
-            w = w - ((Q @ w[..., None]).mT @ Q)[..., 0, :]
+            w = w - (w[..., None, :] @ Q.mT @ Q)[..., 0, :]
         b = w.norm(dim=-1, keepdim=True)
         scale = torch.maximum(scale, torch.maximum(alpha.abs(), b))
         alive = b > eps * scale  # else the space is invariant: the eigenvalue is exact and the basis stops
@@ -214,13 +214,13 @@ def lambda_max(x, beta, causal=False, iters=32, generator=None, base=10000.0):
         return value, torch.zeros_like(value), torch.ones_like(value, dtype=torch.bool)
     whole = weights(slice(n), slice(n)) if n * numbers <= DENSE_LIMIT else None
 
-    def apply(v):  # W v, (..., n) -> (..., n)
+    def apply(v):  # W v, (..., n) -> (..., n), from the left: batches of matrices times columns are slow on a CPU
         if whole is not None:
-            return (whole @ v[..., None])[..., 0]
+            return (v[..., None, :] @ whole)[..., 0, :]
         out = torch.zeros_like(v)
         for rows in blocks:  # W is symmetric: what is right of the diagonal serves below it too
             W = weights(rows, slice(rows.start, n))
-            out[..., rows] += (W @ v[..., rows.start:, None])[..., 0]
+            out[..., rows] += (v[..., None, rows.start:] @ W.mT)[..., 0, :]
             out[..., rows.stop:] += (v[..., None, rows] @ W[..., rows.stop - rows.start:])[..., 0, :]
         return out
 
@@ -366,13 +366,17 @@ class ConsensusAttention(nn.Module):
     def control(self, x, act=True):
         """eta <- min(eta, safety * 2/lambda_max) per head, at the state x (..., n, dim). act=False only measures.
 
-        lambda_max is the largest over the leading axes, at its safe bound. Recorded per head in the buffers lam,
-        eta_asked and eta_used (the largest step size of the head before and after).
+        lambda_max is the largest over the leading axes, at its safe bound. Without a mask lambda_max <= 1, so where no eta
+        is above 2 safety nothing is clipped: then that bound, 1, stands for it, and Lanczos is not run. Recorded per head
+        in the buffers lam, eta_asked and eta_used (the largest step size of the head before and after).
         """
-        with torch.autocast(x.device.type, enabled=False):
-            q, _ = self.query_value(unit(x.unflatten(-1, (self.heads, -1))))
-            value, residual, _ = lambda_max(q.transpose(-2, -3), self.beta, self.causal)
-        lam = (value + residual).clamp(max=1).reshape(-1, self.heads).amax(0)
+        if act and not self.causal and self.eta.amax() <= 2 * self.safety:
+            lam = torch.ones_like(self.lam)
+        else:
+            with torch.autocast(x.device.type, enabled=False):
+                q, _ = self.query_value(unit(x.unflatten(-1, (self.heads, -1))))
+                value, residual, _ = lambda_max(q.transpose(-2, -3), self.beta, self.causal)
+            lam = (value + residual).clamp(max=1).reshape(-1, self.heads).amax(0)
         eta = self.eta.view(self.heads, -1)
         self.lam.copy_(lam)
         self.eta_asked.copy_(eta.amax(-1))

@@ -38,6 +38,7 @@ import torch.nn.functional as F
 from scipy import linalg, stats
 from torch.utils.checkpoint import checkpoint
 
+import bench
 import data
 import harness
 import metrics
@@ -476,6 +477,12 @@ def test_control_clips_and_records():
     before = attn.eta.detach().clone()
     attn.control(x, act=False)
     assert torch.equal(before, attn.eta)
+    attn.eta.data.fill_(1.8)  # no eta_c is below 2: nothing to clip, whatever lambda_max is
+    attn.control(x)
+    assert (attn.lam == 1).all() and (attn.eta == 1.8).all() and (attn.eta_used == 1.8).all()
+    attn.eta.data.fill_(1.9)
+    attn.control(x)
+    assert torch.allclose(attn.lam, lam, atol=1e-3) and attn.eta_used[1] == min(1.9, 1.8 / attn.lam[1])
 
 
 def test_control_every_acts_on_each_kth_training_forward():
@@ -1887,6 +1894,72 @@ def test_two_ranks_train_as_one_process(tmp_path, children, prose):
     odd = children(tmp_path / "odd", *options, "--batch", "3", "--out", "out", before=(be_rank, 0, port))
     assert odd.returncode == 2 and odd.stderr.splitlines() == [
         "error: --batch 3 is shared by 2 processes: make it a multiple of 2"] and not names(tmp_path / "odd")
+
+
+# ------------------------------------------------------------------------------------------------------ bench.py
+
+def test_bench_takes_calls_in_turn_and_pairs_them():
+    order, cpu = [], types.SimpleNamespace(device=torch.device("cpu"), rounds=4)
+    def call(name, spent):
+        return lambda: order.append(name) or next(spent)
+    # the machine slows down threefold half-way: paired ratios do not see it
+    taken = bench.in_turn(cpu, {"A": call("A", iter([9.0, 2.0, 2.0, 6.0, 6.0])), "B": call("B", iter([9.0, 3.0, 3.0, 9.0, 9.0]))})
+    assert "".join(order) == "BAABBAABBA"  # the first two warm up
+    assert taken["A"]["ratio"] == 1 and taken["B"]["ratio"] == 1.5 and taken["B"]["quartiles"] == [1.5, 1.5]
+    assert taken["B"]["seconds"] == 6
+
+
+def test_bench_interval_of_the_median_and_verdicts():
+    # 2 P(Binomial(9, 1/2) < 2) = 20/512 = 3.9%, and 18% with 3: the second of nine from each end; 20: the sixth (4.1%)
+    for n, k in ((5, 1), (6, 1), (9, 2), (20, 6)):
+        found = bench.summary([float(i) for i in reversed(range(n))])
+        assert found["interval"] == [k - 1, n - k] and found["ratio"] == (n - 1) / 2
+        assert k == 1 or 2 * stats.binom.cdf(k - 1, n, 0.5) <= 0.05 < 2 * stats.binom.cdf(k, n, 0.5)
+    table = bench.Bench.__new__(bench.Bench)
+    table.sections = {}
+    spread = lambda low, high: dict(bench.summary([low, high]), seconds=2.0)
+    for taken, verdict in ((spread(0.8, 1.0), "met"), (spread(0.9, 1.1), "not decided"), (spread(1.01, 1.1), "not met")):
+        assert table.row("s", "w", 1.0, taken=taken, bound=0.5)["verdict"] == verdict
+    assert table.row("s", "w", 1.0, value=1.0)["verdict"] == "met" and table.row("s", "w", 1.0)["verdict"] == "not measured"
+    assert table.row("s", "w", 1.0, value=1.1)["verdict"] == "not met" and "verdict" not in table.row("s", "w", value=1.0)
+    assert table.sections["s"][0]["reached"] == 0.25 and len(table.sections["s"]) == 7
+
+
+def test_bench_plain_model_is_the_standard_arm():
+    torch.manual_seed(0)
+    ours, plain = Transformer(11, 2, 16, 2), bench.Plain(11, 2, 16, 2, 8, rope=True)
+    plain.wpe.weight.data.zero_()
+    pairs = [(plain.wte, ours.embed), (plain.ln_f, ours.norm), (plain.lm_head, ours.head)]
+    for theirs, block in zip(plain.h, ours.blocks):
+        pairs += [(theirs.ln_1, block.norm_attn), (theirs.ln_2, block.norm_mlp), (theirs.c_attn, block.proj_in),
+                  (theirs.c_proj, block.proj_out), (theirs.c_fc, block.up), (theirs.c_out, block.down)]
+    for theirs, layer in pairs:
+        theirs.weight.data.copy_(layer.weight)
+    ids = torch.randint(11, (3, 9))
+    assert math.isclose(plain(ids[:, :-1], ids[:, 1:])[1].item(), ours(ids[:, :-1], ids[:, 1:])[1].item(), rel_tol=1e-6)
+    sizes = [sum(p.numel() for p in model.parameters()) for model in (ours, plain)]
+    assert sizes[1] - sizes[0] == 16  # one position
+
+
+def test_bench_peak_memory():
+    used = bench.peak_memory(lambda: torch.ones(2 ** 24).sum(), torch.device("cpu"))
+    assert 0.9 < used / 2 ** 26 < 1.2
+
+
+def test_bench_end_to_end(tmp_path, capsys):
+    out = tmp_path / "bench.json"
+    run_main(bench.main, "--quick", "--threads", "1", "--only", "control", "lambda_max", "--out", out)
+    before = json.loads(out.read_text())
+    assert before["quick"] and list(before["sections"]) == ["control", "lambda_max"] and before["rates"]
+    assert (tmp_path / "bench.png").stat().st_size < 150_000
+    rows = {row["what"]: row for row in before["sections"]["lambda_max"]}
+    assert rows["relative error, random tokens, n 64"]["verdict"] == "met"
+    assert all(row["verdict"] in ("met", "not met", "not decided") for row in rows.values() if row["goal"] is not None)
+    run_main(bench.main, "--quick", "--threads", "1", "--only", "metrics", "--out", out)  # the other sections stay
+    after = json.loads(out.read_text())
+    assert after["sections"].pop("metrics") and after["sections"] == before["sections"]
+    assert "not met" in capsys.readouterr().out  # losses are printed: tiny sizes are all overhead
+    refused(capsys, bench.main, ["--only", "nothing"], "invalid choice")
 
 
 NOISE_FILE = pathlib.Path(nb.__file__)

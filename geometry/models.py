@@ -630,6 +630,8 @@ def load(args):
     dtype = getattr(torch, args.dtype)
     model = load_micro(args.quick, dtype, args.seed, args.data_dir) if args.model == "micro" else \
         load_pretrained(args.model, dtype)
+    with writing(args.out):  # now, rather than after the work
+        args.out.mkdir(parents=True, exist_ok=True)
     a = model.about
     print(f"{model.name}: {len(model.blocks)} blocks, d = {model.d}, {a['parameters'] / 1e6:.1f}M parameters, "
           f"{args.dtype}, {'quantised (' + a['quantised'] + ')' if a['quantised'] else 'not quantised'}; blocks match "
@@ -662,6 +664,8 @@ def report(args, model, test, source, protocol, numbers, claims, figure):
     columns = ("claim", "paper", "theory", "ours", "null", "verdict")
     table(f"{source}, {model.name}", columns, [[c[k] for k in columns] for c in claims])
     stem = args.out / f"{test}-{model.name}"
+    with writing(args.out):
+        args.out.mkdir(parents=True, exist_ok=True)
     write_json(f"{stem}.json", dict(
         test=test, source=source, model=model.name, about=model.about, dtype=args.dtype, seed=args.seed,
         quick=args.quick, torch=torch.__version__, protocol=protocol, claims=claims, numbers=numbers))

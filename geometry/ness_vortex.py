@@ -557,7 +557,8 @@ def main():
         piece = None
     else:
         size, total, length, keep, r, m = (16, 128, 16, 8, 2, 8) if quick else (256, 4096, 64, 32, 4, 256)
-        ids, start = model.encode(text[:400_000]), model.encode("").long()       # start: <bos>, or nothing
+        start = model.encode("").long()                                          # <bos>, or nothing
+        ids = model.encode(text[:400_000])[len(start):]
         cut = ids[:len(ids) // (length + 1) * (length + 1)].view(-1, length + 1)
         cut = cut[torch.randperm(len(cut), generator=gen)[:total // keep]]       # disjoint windows
         if len(cut) * keep < total:

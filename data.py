@@ -105,7 +105,7 @@ def download(url, path, algorithm, expected, tries=3, timeout=20):
 
 @contextlib.contextmanager
 def alone():
-    """The cache to oneself: of two runs that start at once on a new machine, the second waits for the first one's download."""
+    """The cache to oneself: of two runs that start at once on a new machine, one waits for the other's download."""
     with writing(CACHE):
         CACHE.mkdir(parents=True, exist_ok=True)
         lock = open(CACHE / ".lock", "a")

@@ -37,7 +37,7 @@ class UserError(Exception):
 
 
 def run_main(main):
-    """main(); what the user can mend, as one line on stderr and exit code 2, and Ctrl-C with 130; --debug shows tracebacks."""
+    """main(); what the user can mend as one line on stderr and exit code 2, Ctrl-C with 130; --debug shows tracebacks."""
     try:
         main()
     except (UserError, OSError, RuntimeError, KeyboardInterrupt) as error:
@@ -119,7 +119,8 @@ def number(kind, low=None, above=None, high=math.inf):
     """An argparse type: a finite int or float, >= low or > above, and <= high."""
     def parse(text):
         value = kind(text)
-        if not math.isfinite(value) or (low is not None and value < low) or (above is not None and value <= above) or value > high:
+        below = (low is not None and value < low) or (above is not None and value <= above)
+        if not math.isfinite(value) or below or value > high:
             bound = (f">= {low}" if low is not None else f"> {above}") + f" and <= {high}" * (high < math.inf)
             raise argparse.ArgumentTypeError(f"must be a finite number {bound}, not {text}")
         return value
@@ -297,7 +298,8 @@ def write_config(out, config, args, device):
     """config.json, what was asked for and where, once: --resume leaves the first. UserError when it is not a run's."""
     path = out / "config.json"
     if not path.exists():
-        write_json(path, {**config, "options": {k: str(v) for k, v in vars(args).items()}, "environment": environment(device)})
+        write_json(path, {**config, "options": {k: str(v) for k, v in vars(args).items()},
+                          "environment": environment(device)})
     elif not {"options", "environment"} <= set(read_json(path)):
         raise UserError(f"{path} is not a run's: it is kept; choose another --out")
 
@@ -315,7 +317,7 @@ def save_checkpoint(folder, state):
 
 
 def load_checkpoint(folder, header):
-    """The newest readable checkpoint of this header, None where there is none. Tensors and plain values only; no code is run.
+    """The newest readable checkpoint of this header, None where there is none. Tensors, plain values; no code is run.
 
     A broken newest file falls back to the one before it and says so. UserError when none of them can be read, or when it
     was made with another header, naming the entry and the two values.
@@ -444,10 +446,10 @@ def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device
           warmup=100, clip=1.0, every=None, compile=False, progress, label):
     """Train model for `steps`; returns the result, also left in folder/result.json, and skips what is done.
 
-    batch(step) -> (inputs, targets); model(inputs, targets) -> (_, loss), the mean over the batch. evaluate(model) -> dict with val_loss, every
-    eval_every steps and at the end, where a checkpoint is saved too. every(step, inputs) -> dict or None runs before each step, outside
-    autograd and compilation, and what it returns is logged. header: plain values that a checkpoint must share with the run
-    that resumes it.
+    batch(step) -> (inputs, targets); model(inputs, targets) -> (_, loss), the mean over the batch. evaluate(model) -> dict
+    with val_loss, every eval_every steps and at the end, where a checkpoint is saved too. every(step, inputs) -> dict or None
+    runs before each step, outside autograd and compilation, and what it returns is logged. header: plain values that a
+    checkpoint must share with the run that resumes it.
     On a CPU a stopped and resumed run is bit-equal to an unbroken one. Diverged runs end with diverged = True.
     Under torchrun each rank takes its slice of the same batches, so that the losses, and the checkpoints, are those of one
     process; every() sees the whole batch; dropout and token noise differ between ranks. Other ranks than 0 get None.
@@ -502,6 +504,7 @@ def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device
                 with torch.autocast(device.type, dtype, enabled=dtype is not None):
                     where = first_bad(model, inputs, targets) if step == row["step"] else late
                 raise Diverged(f"step {row['step']}: loss {row['loss']}, gradient norm {row['grad_norm']}, {where}")
+
     def interrupted():
         """Whether any rank was; on this they must agree."""
         if WORLD == 1:

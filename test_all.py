@@ -775,8 +775,9 @@ def stall(handler):
     time.sleep(0.5)
 
 
-@pytest.mark.parametrize("first", [reply(TEXT[:1000], length=len(TEXT)), stall, lambda handler: handler.wfile.write(b"SSH-2.0\r\n"),
-                                   reply(b"later", status=503), reply(b"", status=302, Location="/data.txt")],
+@pytest.mark.parametrize("first", [reply(TEXT[:1000], length=len(TEXT)), stall,
+                                   lambda handler: handler.wfile.write(b"SSH-2.0\r\n"), reply(b"later", status=503),
+                                   reply(b"", status=302, Location="/data.txt")],
                          ids=["cut off", "stalls", "no HTTP", "503", "redirect"])
 @pytest.mark.parametrize("part", [b"", b"of another file", TEXT, TEXT + b"more"], ids=["new", "foreign", "whole", "longer"])
 def test_downloads_end_well(server, tmp_path, first, part):
@@ -846,7 +847,8 @@ def test_archives_are_unpacked_into_their_folder_whole_or_not_at_all(monkeypatch
         data.load_cifar()
     assert data.load_cifar().name == "cifar-10, 2 of 5 training batches"  # not the one that was there
     files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.bin") if path.is_file()}
-    assert files == {f"deep/deeper/cache/cifar-10-batches-bin/{name}.bin" for name in ("data_batch_1", "data_batch_2", "test_batch")}
+    assert files == {f"deep/deeper/cache/cifar-10-batches-bin/{name}.bin"
+                     for name in ("data_batch_1", "data_batch_2", "test_batch")}
 
 
 def test_named_text_falls_back_to_pydoc_loudly(server, monkeypatch, tmp_path, capsys):
@@ -882,7 +884,8 @@ def test_case_15_ids_hold_a_large_vocabulary(tmp_path):
     found = data.character_data(data.load_text(str(tmp_path / "wide.txt")), 8)
     assert len(found.vocabulary) == 66_000 and found.train.max() == 65_999
     # tokens of a large encoding: 65543, which is 7 in 16 bits, and 7 are two
-    encoding = types.SimpleNamespace(encode=lambda text, **_: [7, 65543, 199_999] * 9, decode_bytes=lambda ids: b"x" * len(ids))
+    encoding = types.SimpleNamespace(encode=lambda text, **_: [7, 65543, 199_999] * 9,
+                                     decode_bytes=lambda ids: b"x" * len(ids))
     found = data.token_data(types.SimpleNamespace(name="t", train="", valid=""), encoding, 8)
     assert found.vocab == 3 and found.train.tolist() == [0, 1, 2] * 9
 
@@ -950,8 +953,8 @@ class Runs:
 
     def argv(self, folder):
         dataset = ["--dataset", self.folder / "prose.txt"] * (self.name in ("charlm", "eta"))
-        return [*COMMANDS[self.name], "--quick", "--dim", "16", "--batch", "2", *dataset, "--data-dir", self.folder, "--out", "out",
-                *["--resume"] * (folder / "out/config.json").exists()]
+        return [*COMMANDS[self.name], "--quick", "--dim", "16", "--batch", "2", *dataset, "--data-dir", self.folder,
+                "--out", "out", *["--resume"] * (folder / "out/config.json").exists()]
 
     def kill(self, folder, after=None, die_at=0):
         """A run that gets kill -9 after so many seconds or at the die_at-th such call; False if it ended before."""
@@ -967,7 +970,8 @@ class Runs:
         """Resume to the end: all files but the times are those of the run that nobody stopped."""
         done = self.children(folder, *self.argv(folder), before=(prepare, self.folder))
         assert done.returncode == 0, done.stderr
-        names = lambda out: {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file() and path.name != "timing.json"}
+        names = lambda out: {str(path.relative_to(out)) for path in out.rglob("*")
+                             if path.is_file() and path.name != "timing.json"}
         for stale in (folder / "out").glob("*.tmp"):  # of a kill during the write: those of the runs are removed
             stale.unlink()
         assert names(folder / "out") == names(self.whole / "out")
@@ -1069,9 +1073,11 @@ def test_case_01_resume_repeats_no_batch(tmp_path, whole):
         small_run(tmp_path / "cut", at={5: interrupt})
     with open(tmp_path / "cut/metrics.jsonl", "ab") as log:
         log.write(b'{"step": 6, "loss": 1}\n{"ste')  # of steps after the checkpoint, as kill -9 leaves them
+    (tmp_path / "cut/checkpoint.pt.1.tmp").write_bytes(b"PK")
     net, again, seen = small_run(tmp_path / "cut")
     assert whole.seen == [*range(12)] and seen == [6, 7, 8, 9, 10, 11] and again == whole.result and equal(net, whole.net)
     assert (tmp_path / "cut/metrics.jsonl").read_bytes() == (whole.folder / "metrics.jsonl").read_bytes()
+    assert not list((tmp_path / "cut").glob("*.tmp"))
     grown = [each["val_loss"] for each in again["evaluations"]]
     assert again["best"] == {"val_loss": min(grown), "step": 4 * grown.index(min(grown))}  # best so far, over the resume
 
@@ -1103,8 +1109,9 @@ def test_files_are_durable_before_they_are_named(tmp_path, monkeypatch):
     run, temporary = tmp_path / "run", f".{os.getpid()}.tmp"
     save = [f"{run}/metrics.jsonl", f"{run}/checkpoint.pt{temporary}", (f"{run}/checkpoint.pt", "checkpoint.prev.pt"),
             (f"{run}/checkpoint.pt{temporary}", "checkpoint.pt")]
-    write = [[f"{run}/{file}.json{temporary}", (f"{run}/{file}.json{temporary}", f"{file}.json")] for file in ("timing", "result")]
-    assert calls == [*save[:2], save[3], *save, *write[0], *write[1]]
+    timing, result = ([f"{run}/{file}.json{temporary}", (f"{run}/{file}.json{temporary}", f"{file}.json")]
+                      for file in ("timing", "result"))
+    assert calls == [*save[:2], save[3], *save, *timing, *result]
 
 
 def test_killed_after_the_last_checkpoint(tmp_path, whole):
@@ -1272,7 +1279,8 @@ def test_case_07_another_vocabulary(tmp_path, prose, capsys):
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     for changed in (text + "\u20ac", text.replace("b", "\u00df")):
         pathlib.Path(prose).write_text(changed)
-        refused(capsys, train_charlm.main, [*options, "--resume", "--dataset", prose], "with vocabulary = ", "abc", "this run has ")
+        refused(capsys, train_charlm.main, [*options, "--resume", "--dataset", prose], "with vocabulary = ", "abc",
+                "this run has ")
     pathlib.Path(prose).write_text(text[1:] + text[0])  # the same vocabulary, other data
     refused(capsys, train_charlm.main, [*options, "--resume", "--dataset", prose], "with data = ")
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
@@ -1449,8 +1457,9 @@ def test_charlm_compare_end_to_end(tmp_path, prose, capsys):
 
 @pytest.mark.parametrize("control", [True, False])
 def test_charlm_eta_sweep_end_to_end(tmp_path, prose, control):
-    run_main(train_charlm.main, "--eta", "0.3", "6", "--quick", "--dataset", prose, "--out", tmp_path / "out", "--layers", "2",
-             "--seq", "16", "--steps", "6", "--control-every", "5", *([] if control else ["--no-control"]))
+    run_main(train_charlm.main, "--eta", "0.3", "6", "--quick", "--dataset", prose, "--out", tmp_path / "out",
+             "--layers", "2", "--seq", "16", "--steps", "6", "--control-every", "5",
+             *([] if control else ["--no-control"]))
     summary = json.loads((tmp_path / "out/summary.json").read_text())
     assert all(abs(t["rel_error"]) < 0.01 for t in summary["toy"])
     low, high = summary["sweep"]
@@ -1472,8 +1481,9 @@ def test_charlm_eta_sweep_end_to_end(tmp_path, prose, control):
     (["--dataset", "no-such-file.txt"], ["no such file"]), (["--seq", "1000000"], ["needs 1000001"]),
     (["--device", "tpu"], ["unknown --device"]), (["--dtype", "int8"], ["unknown --dtype"]), (["--steps", "0"], ["steps"]),
     (["--seed", "99999999999999999999"], ["seed"]), (["--batch", "0"], ["batch"]), (["--lr", "nan"], ["finite"]),
-    (["--threads", "0"], ["threads"]), (["--threads", "10000000"], ["threads"]), (["--temperature", "-1"], ["temperature"]), (["--sample", "-1"], ["sample"]),
-    (["--resume"], ["--out"]), (["--lr", "1", "2", "3"], ["3 values for 2 arms"]), (["--eta", "--arms", "consensus"], ["standard"])])
+    (["--threads", "0"], ["threads"]), (["--threads", "10000000"], ["threads"]),
+    (["--temperature", "-1"], ["temperature"]), (["--sample", "-1"], ["sample"]), (["--resume"], ["--out"]),
+    (["--lr", "1", "2", "3"], ["3 values for 2 arms"]), (["--eta", "--arms", "consensus"], ["standard"])])
 def test_charlm_refuses_bad_input(tmp_path, monkeypatch, capsys, options, words):
     monkeypatch.chdir(tmp_path)
     dataset = [] if "--dataset" in options else ["--dataset", "pydoc"]
@@ -1522,7 +1532,8 @@ def test_case_03_prompt_outside_of_the_text(tmp_path, capsys):
     (tmp_path / "abc.txt").write_text("abc\n" * 200)
     options = ["--quick", "--steps", "1", "--dataset", tmp_path / "abc.txt", "--out", tmp_path / "out", "--layers", "1"]
     for bad in ("d", "ab\u00e9"):
-        refused(capsys, train_charlm.main, [*options, "--prompt", bad], f"{bad[-1]!r} at position {len(bad) - 1}", "does not occur")
+        refused(capsys, train_charlm.main, [*options, "--prompt", bad], f"{bad[-1]!r} at position {len(bad) - 1}",
+                "does not occur")
     assert not (tmp_path / "out").exists()
     run_main(train_charlm.main, *options, "--prompt", "", "--arms", "standard", "--seq", "16", "--sample", "5")
     assert "--- standard" in capsys.readouterr().out
@@ -1665,10 +1676,11 @@ def test_case_41_every_flag_of_the_trainers_changes_a_step(small_data, tmp_path)
         for change in changes:
             assert first_gradient(main, *base, *change.split()) != plain, change
     flags(train_charlm.main, ["--dataset", small_data / "prose.txt", "--arms", "consensus-qkv", "--noise", "tangent"],
-          ["--beta 2", "--eta-start 0.5", "--loop", "--noise none", "--h 0.1", "--gamma 0.3", "--seed 1", "--batch 2", "--seq 16",
-           "--layers 2", "--dim 16", "--heads 1", "--arms consensus-v"])
+          ["--beta 2", "--eta-start 0.5", "--loop", "--noise none", "--h 0.1", "--gamma 0.3", "--seed 1", "--batch 2",
+           "--seq 16", "--layers 2", "--dim 16", "--heads 1", "--arms consensus-v"])
     flags(train_wikitext.main, ["--data-dir", small_data, "--arms", "tangent"],
-          ["--rank 2", "--rank 0", "--common sqrt_h", "--h 0.1", "--gamma 0.3", "--arms isotropic", "--arms shared", "--seed 1"])
+          ["--rank 2", "--rank 0", "--common sqrt_h", "--h 0.1", "--gamma 0.3", "--arms isotropic", "--arms shared",
+           "--seed 1"])
     flags(train_cifar_patches.main, ["--data-dir", small_data, "--arms", "dropout", "--batch", "4"],
           ["--dropout 0.5", "--no-augment", "--no-normalize", "--seed 1"])
 
@@ -1685,7 +1697,7 @@ def test_sweep_in_shards_ends_in_one_table(small_data, tmp_path, monkeypatch, ch
                "--dim", "8", "--heads", "1",
                "--out", tmp_path / "out"]
     shards = [children.start(tmp_path / str(k), "train_cifar_patches.py", *options, "--shard", f"{k}/2",
-                             before=(two_gammas, small_data)) for k in range(2)]  # at once: whoever ends last makes the table
+                             before=(two_gammas, small_data)) for k in range(2)]  # at once; the last one makes the table
     done = [children.wait(child) for child in shards]
     assert [each.returncode for each in done] == [0, 0], done
     summary = json.loads((tmp_path / "out/summary.json").read_text())
@@ -1719,7 +1731,7 @@ def test_sweeps_go_on_after_a_point_that_diverged(small_data, tmp_path, monkeypa
 
     def train(folder, model, *args, **options):  # the middle point of three
         if "eta1" in folder.name:
-            model.blocks[1].register_forward_hook(lambda module, args, output: output * math.nan if module.training else output)
+            model.blocks[1].register_forward_hook(lambda module, _, x: x * math.nan if module.training else x)
         return real(folder, model, *args, **options)
     monkeypatch.setattr(harness, "train", train)
     run_main(train_charlm.main, *charlm, "--eta", "0.3", "1", "2", "--out", tmp_path / "eta")

@@ -1382,6 +1382,16 @@ def test_full_disk_keeps_what_was_there(small_disk, whole):
     assert harness.read_json(run / "result.json") == result
 
 
+def test_short_writes_are_completed():
+    # the system may take a part of what it is given, on a nearly full disk above all, and say so in the return value alone
+    class Short(io.BytesIO):
+        def write(self, data):
+            return super().write(data[:3])
+    file = Short()
+    harness.write_all(file, b"a whole line\n", "log")
+    assert file.getvalue() == b"a whole line\n"
+
+
 def test_read_only_folder(small_disk, prose, capsys):
     out, options = small_disk.path / "out", ["--quick", "--dataset", prose, "--out"]
     out.mkdir()

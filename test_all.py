@@ -791,6 +791,13 @@ def test_downloads_end_well(server, tmp_path, first, part):
     assert len(server.requests) == 2  # the second is taken as it is: the whole, not more of a part
 
 
+def test_part_that_is_longer_than_the_file_is_removed(server, tmp_path):
+    server.answers = [lambda handler: (reply(b"", status=416) if handler.headers["Range"] else reply(TEXT))(handler)]
+    (tmp_path / "data.txt.part").write_bytes(TEXT + b"more")
+    data.download(server.url, tmp_path / "data.txt", "sha256", data.checksum(TEXT, "sha256"))
+    assert (tmp_path / "data.txt").read_bytes() == TEXT and len(server.requests) == 2
+
+
 @pytest.mark.parametrize("answer, words", [
     (reply(b"<!DOCTYPE html><html>log in</html>"), "an HTML page"), (reply(b"no", status=403), "HTTP 403"),
     (reply(b"no", status=416), "HTTP 416"), (reply(b""), "0 bytes"), (reply(TEXT[:-1]), "bytes of something else"),

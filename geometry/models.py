@@ -664,8 +664,6 @@ def report(args, model, test, source, protocol, numbers, claims, figure):
     columns = ("claim", "paper", "theory", "ours", "null", "verdict")
     table(f"{source}, {model.name}", columns, [[c[k] for k in columns] for c in claims])
     stem = args.out / f"{test}-{model.name}"
-    with writing(args.out):
-        args.out.mkdir(parents=True, exist_ok=True)
     write_json(f"{stem}.json", dict(
         test=test, source=source, model=model.name, about=model.about, dtype=args.dtype, seed=args.seed,
         quick=args.quick, torch=torch.__version__, protocol=protocol, claims=claims, numbers=numbers))

@@ -13,7 +13,7 @@ of the same budget, and none.
 
 Source: the note "Tangent Brownian symmetry breaking", section 4.
 
-    $ python train_cifar_patches.py            # four arms, one seed: about 15 minutes on two CPU cores
+    $ python train_cifar_patches.py            # four arms, one seed: about 10 minutes on two CPU cores
     $ python train_cifar_patches.py --seeds 3  # with spread and a verdict
     $ python train_cifar_patches.py --sweep    # gamma and h: hours; --out F --resume goes on, --shard i/N splits it
     $ python train_cifar_patches.py --quick    # two minutes
@@ -61,7 +61,7 @@ def augment(images, generator):
 
 def parse():
     parser = harness.Parser("6-layer Transformer on CIFAR-10 patches: tangent noise against dropout and isotropic noise.")
-    harness.add_common(parser, layers=6, dim=96, heads=4, batch=32, steps=1500)
+    harness.add_common(parser, layers=6, dim=96, heads=4, batch=32, steps=1000)
     noise_arms.add_options(parser)
     parser.set_defaults(arms=["prenorm", "dropout", "isotropic", "tangent"], equal="flops")
     parser.add_argument("--no-augment", action="store_true", help="no random crop and flip")

@@ -390,6 +390,8 @@ def spectrum(bench):
             axis.loglog(sizes, [curve[-1][key] / scale * (m / n) ** power for m in sizes], "k--", lw=1,
                         label=f"proportional to n^{power}" if power > 1 else "proportional to n")
             axis.legend(fontsize=7)
+        axis.minorticks_off()
+        axis.set_xticks(sizes, [f"{m:,}" for m in sizes], fontsize=7)
         axis.set(xlabel="tokens n", ylabel=label)
     bench.figure = figure
 

@@ -3465,7 +3465,7 @@ def numbers_in(value):
     if isinstance(value, list):
         return [number for item in value for number in numbers_in(item)]
     if isinstance(value, str):
-        return [float(n) for n in re.findall(r"-?\d+\.\d+", value)]
+        return [float(n) for n in re.findall(r"-?\d+\.\d+(?:e[-+]\d+)?", value)]
     return [float(value)] if isinstance(value, (int, float)) and not isinstance(value, bool) else []
 
 
@@ -3484,11 +3484,11 @@ def test_readme_numbers_stand_in_results():
             above = named or above
             continue
         for cell in re.split(r"(?<!\\)\|", line)[2:-1]:
-            for number, digits, percent in re.findall(r"(-?\d+\.(\d+))(%?)", re.sub(r"`[^`]*`", "", cell)):
+            for number, digits, power, percent in re.findall(r"(-?\d+\.(\d+)(?:e([-+]\d+))?)(%?)", re.sub(r"`[^`]*`", "", cell)):
                 found += 1
                 scale, sign = 100 if percent else 1, (lambda n: n) if number[0] == "-" else abs  # an error is shown by its size
-                assert any(abs(round(scale * sign(n), len(digits)) - float(number)) < 0.51 * 10 ** -len(digits)
-                           for name in named or above for n in known(name)), (number, line)
+                half = 0.501 * 10.0 ** (int(power or 0) - len(digits))
+                assert any(abs(scale * sign(n) - float(number)) < half for name in named or above for n in known(name)), (number, line)
     assert found > 300
 
 

@@ -485,7 +485,7 @@ def compiled(bench):
         losses = {dtype: [final_loss(bench, arm, dtype, seed, 4 if bench.quick else 200) for seed in range(3)]
                   for dtype in (None, torch.bfloat16)}
         mean = {dtype: sum(each) / len(each) for dtype, each in losses.items()}
-        spread = harness.spread([{"loss": loss} for loss in losses[None]], "loss")[1]
+        spread = metrics.spread([{"loss": loss} for loss in losses[None]], "loss")[1]
         bench.row("compile", f"loss of bfloat16 less float32 after 200 steps, {arm}, over the seeds' s.d.", 1.0,
                   value=abs(mean[torch.bfloat16] - mean[None]) / spread, losses={str(k): v for k, v in losses.items()})
 

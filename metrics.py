@@ -154,6 +154,35 @@ def grad_norm_stats(norms):
     return {"mean": mean.item(), "var": var.item(), "cv": (var.sqrt() / mean).item()}
 
 
+def spread(rows, key):
+    """Mean and standard deviation over the seeds of what is finite; (None, None) without a value."""
+    values = [row[key] for row in rows if row.get(key) is not None]
+    if not values:
+        return None, None
+    mean = sum(values) / len(values)
+    return mean, math.sqrt(sum((v - mean) ** 2 for v in values) / max(1, len(values) - 1))
+
+
+# Student's t, two-sided 95%, by degrees of freedom
+T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+
+
+def paired_verdict(claim, ours, theirs):
+    """Is ours below theirs, run by run on the same seeds? From the 95% interval of the mean paired difference.
+
+    holds: the interval lies below zero; does not hold: above it; not decided: it holds zero, or fewer than three pairs.
+    """
+    pairs = [a - b for a, b in zip(ours, theirs) if a is not None and b is not None]
+    if len(pairs) < 3:
+        return {"claim": claim, "measured": f"differences {[round(p, 4) for p in pairs]}, fewer than three seeds",
+                "verdict": "not decided"}
+    mean = sum(pairs) / len(pairs)
+    half = T95[min(len(pairs) - 1, 9)] * math.sqrt(sum((p - mean) ** 2 for p in pairs) / (len(pairs) - 1) / len(pairs))
+    verdict = "holds" if mean + half < 0 else "does not hold" if mean - half > 0 else "not decided"
+    return {"claim": claim, "measured": f"mean difference {mean:+.4f} +- {half:.4f} (95%, {len(pairs)} pairs)",
+            "difference": mean, "half_width": half, "pairs": pairs, "verdict": verdict}
+
+
 def perturbation_robustness(evaluate, x, noise=(), sign=(), generator=None):
     """Change of loss and accuracy when the inputs are moved: Gaussian noise of standard deviation s for s in noise, and
     one step x + s sign(dloss/dx) for s in sign (Goodfellow et al., arXiv 1412.6572).

@@ -217,13 +217,13 @@ def hypothesis(rows, metric, unit_, robust):
     found = []
     for rival in ("isotropic", "dropout", "sphere", "prenorm"):
         if any(row["arm"] == rival for row in rows) and any(row["arm"] == "tangent" for row in rows):
-            found.append(harness.paired_verdict(f"tangent has a lower {metric} than {rival}, {unit_}",
+            found.append(metrics.paired_verdict(f"tangent has a lower {metric} than {rival}, {unit_}",
                                                 pair("tangent", metric), pair(rival, metric)))
     if not any(row["arm"] == "isotropic" for row in rows) or not any(row["arm"] == "tangent" for row in rows):
         return found
-    degeneracy = harness.paired_verdict("tangent has a higher cosine entropy in the last layer than isotropic (shown negative)",
+    degeneracy = metrics.paired_verdict("tangent has a higher cosine entropy in the last layer than isotropic (shown negative)",
                                         pair("tangent", "entropy_last", -1), pair("isotropic", "entropy_last", -1))
-    stable = harness.paired_verdict("tangent has a lower variance of the gradient norm than isotropic",
+    stable = metrics.paired_verdict("tangent has a lower variance of the gradient norm than isotropic",
                                     pair("tangent", "grad_norm_var"), pair("isotropic", "grad_norm_var"))
     better = found[0]["verdict"], stable["verdict"]
     if degeneracy["verdict"] == "holds" and "holds" in better:
@@ -232,7 +232,7 @@ def hypothesis(rows, metric, unit_, robust):
         whole = "does not hold"
     else:
         whole = "not decided"
-    firm = [harness.paired_verdict(f"tangent loses less than isotropic to perturbed inputs ({key})", pair("tangent", key),
+    firm = [metrics.paired_verdict(f"tangent loses less than isotropic to perturbed inputs ({key})", pair("tangent", key),
                                    pair("isotropic", key)) for key in robust]
     return [*found, degeneracy, stable, *firm,
             {"claim": "the note's hypothesis: less degenerate, and better or more stable, at the same budget",
@@ -264,7 +264,7 @@ def experiment(args, device, dtype, name, columns, metric, unit_, robust, header
     for (arm, h, gamma), group in groups.items():
         line = {"arm": arm, "h": h, "gamma": gamma, "n": sum(not row["diverged"] for row in group)}
         for key in (*columns, *extra):
-            line[key], line[key + "_sd"] = harness.spread(group, key)
+            line[key], line[key + "_sd"] = metrics.spread(group, key)
         table.append(line)
     shown = {"arm": ("arm", ""), "h": ("h", ".3g"), "gamma": ("gamma", "g"), "n": ("seeds", "d")}
     for key, (heading, spec) in columns.items():

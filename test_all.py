@@ -1870,7 +1870,7 @@ def test_noise_trainers_refuse_bad_input(tmp_path, monkeypatch, capsys, main, op
 
 
 def test_paired_verdicts():
-    verdict = lambda a, b: harness.paired_verdict("", a, b)["verdict"]
+    verdict = lambda a, b: metrics.paired_verdict("", a, b)["verdict"]
     assert verdict([1.0, 1.1, 1.2], [2.0, 2.1, 2.3]) == "holds"
     assert verdict([2.0, 2.1, 2.3], [1.0, 1.1, 1.2]) == "does not hold"
     assert verdict([1.0, 1.1, 1.2], [1.1, 1.0, 1.2]) == "not decided"

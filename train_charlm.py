@@ -251,11 +251,11 @@ def compare(args, data, out, device, dtype):
     means, verdicts = [], []
     for seq in args.seq:
         for arm in args.arms:
-            mean, deviation = harness.spread([r for r in rows if r["arm"] == arm and r["seq"] == seq], "val_loss")
+            mean, deviation = metrics.spread([r for r in rows if r["arm"] == arm and r["seq"] == seq], "val_loss")
             means.append({"arm": arm, "seq": seq, "val_loss": mean, "val_loss_sd": deviation, "seeds": args.seeds})
         loss = {arm: [r["val_loss"] for r in rows if r["arm"] == arm and r["seq"] == seq] for arm in args.arms}
         for arm in args.arms[1:]:
-            verdicts.append(harness.paired_verdict(f"{arm} ends below {args.arms[0]}, seq {seq}, nats per character",
+            verdicts.append(metrics.paired_verdict(f"{arm} ends below {args.arms[0]}, seq {seq}, nats per character",
                                                    loss[arm], loss[args.arms[0]]))
     for row in rows:
         row["diameter_last"] = row.get("diameter_by_layer", [None])[-1]

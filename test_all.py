@@ -3492,6 +3492,13 @@ def test_readme_numbers_stand_in_results():
     assert found > 300
 
 
+def test_readme_figures_exist_and_are_small():
+    figures = re.findall(r"!\[[^\]]+\]\((\S+)\)", README)
+    assert len(figures) >= 8 and all((HERE / name).is_file() for name in figures)
+    for path in (HERE / "results").rglob("*.*"):
+        assert path.stat().st_size < {".png": 150_000, ".gif": 2_000_000}.get(path.suffix, math.inf), path
+
+
 def test_readme_commands_parse_and_their_options_exist(children, tmp_path, capsys):
     commands = set(re.findall(r"python ((?:geometry/)?\w+\.py)((?: [^`\n|&#]+)?)", README))
     assert {"train_charlm.py", "rope_consensus.py", "noise_block.py"} <= {name for name, _ in commands}

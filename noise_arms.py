@@ -194,6 +194,8 @@ def run_all(args, out, device, dtype, header, lr, make_model, batch, evaluate, e
                 row["budget"], row["budget_measured"] = (args.dim - 1) * part, measured_budget(model, embed(model))
             curve = [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
             row["loss_curve"] = [sum(part) / len(part) for part in (curve[i:i + 10] for i in range(0, len(curve), 10))]
+        for stale in folder.glob("row.json.*.tmp"):  # of a process that was killed while it wrote
+            stale.unlink()
         harness.write_json(folder / "row.json", row)
     progress.close()
 

@@ -1671,6 +1671,10 @@ def test_cifar_end_to_end_and_its_resume(small_data, tmp_path, capsys):
         patch.setattr(harness, "save_checkpoint", stop)
         run_main(train_cifar_patches.main, *options, "--out", tmp_path / "cut")
     run_main(train_cifar_patches.main, *options, "--out", tmp_path / "cut", "--resume")
+    first = next((tmp_path / "cut").glob("isotropic*"))
+    (first / "row.json").rename(first / "row.json.1.tmp")  # killed while the last of a run was written
+    run_main(train_cifar_patches.main, *options, "--out", tmp_path / "cut", "--resume")
+    assert not list(first.glob("*.tmp"))
     assert json.loads((tmp_path / "cut/summary.json").read_text())["runs"] == summary["runs"]
 
 

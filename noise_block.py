@@ -360,7 +360,7 @@ def stationary_antipodal(dim, h, gamma, common, threshold=-0.9):
     return (density[t > math.acos(threshold)].sum() / density.sum()).item()
 
 
-def laws(d=16, samples=20_000, seed=0):
+def laws(d=16, samples=10_000, seed=0):
     """The laws at the top of this file against sampling, one record each; error: one standard error of what was measured.
     holds: within 4 errors and (d - 1) a^2 of the theory, which takes the steps as small."""
     rng = torch.Generator().manual_seed(seed)
@@ -569,7 +569,7 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=2000, help="depth steps")
     parser.add_argument("--seeds", type=int, default=16, help="sequences, each with its own tokens and A")
     parser.add_argument("--seed", type=int, default=0, help="of all draws")
-    parser.add_argument("--samples", type=int, default=20_000, help="draws in the check of the laws")
+    parser.add_argument("--samples", type=int, default=10_000, help="draws in the check of the laws")
     parser.add_argument("--out", default="results/noise", help="folder for noise.json, noise.png, noise.gif")
     parser.add_argument("--gif", action="store_true", help="animate tokens on the 2-sphere as well")
     parser.add_argument("--debug", action="store_true", help="show an error's traceback")

@@ -590,7 +590,7 @@ def main():
     parser.add_argument("--threads", type=count, metavar="N", help="CPU threads (default: all cores)")
     parser.add_argument("--rounds", type=count, default=9, metavar="N",
                         help="rounds of every ratio (default: %(default)s)")
-    parser.add_argument("--out", type=pathlib.Path,
+    parser.add_argument("--out", type=harness.folder,
                         help="results; a figure goes beside (default: results/bench-<device>.json)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, two rounds: to see that all of it works")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")

@@ -128,6 +128,13 @@ def number(kind, low=None, above=None, high=math.inf):
     return parse
 
 
+def folder(text):
+    """An argparse type: a path. An empty one, as an unset variable of the shell gives, is not the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("must be a folder, not an empty name")
+    return pathlib.Path(text)
+
+
 class Parser(argparse.ArgumentParser):
     """Dashed flags with underscores accepted; a bad value is one line on stderr, exit code 2."""
 
@@ -163,7 +170,7 @@ def add_common(parser, **defaults):
         ("--eval-every", count, None, "steps between evaluations on part of the validation set"),
         ("--data-dir", pathlib.Path, os.environ.get("NANOSPHERE_DATA"),
          "folder to look for data in before the cache and the download"),
-        ("--out", pathlib.Path, None, "folder for the results (default: a new one below runs/)"),
+        ("--out", folder, None, "folder for the results (default: a new one below runs/)"),
         ("--threads", number(int, low=1, high=1024), None, "CPU threads (default: all cores)"),
     ]
     for flag, kind, default, text in options:
@@ -460,17 +467,24 @@ def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device
     warmup = max(1, min(warmup, steps // 5))
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
+        log = open(os.devnull if RANK else log_path, "ab", buffering=0)
+    if RANK == 0:
+        lock_file(log, folder)
+        for stale in folder.glob("*.tmp"):  # of a process that was killed while it wrote
+            stale.unlink()
     saved = load_checkpoint(folder, header)
     forward, model = model.to(device), bare(model)
     for module in model.modules():
-        if hasattr(module, "token_seed"):
-            module.token_seed = RANK  # of noise_block.py: its shared A stays the same on all ranks
+        if WORLD > 1 and hasattr(module, "token_seed"):  # of noise_block.py
+            module.token_seed = RANK  # its shared A stays the same on all ranks
+            module.check = False  # one rank that stops alone leaves the others waiting: all see the loss in flush()
     if saved is not None:
         model.load_state_dict(saved["model"])
     if result_path.exists():
         result = read_json(result_path)
         require_same(result_path, result["header"], header)
         if result["diverged"] or saved is not None and saved["step"] == steps:  # else the model is not the result's
+            log.close()
             progress.advance(f"{label}: done before", steps)
             return None if RANK else result
     optimizer = make_optimizer(model, lr, weight_decay, device)
@@ -535,20 +549,13 @@ def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device
         if not math.isfinite(evaluations[-1]["val_loss"]):
             raise Diverged(f"step {at}: validation loss {evaluations[-1]['val_loss']}")
 
-    with writing(log_path):
-        log = open(os.devnull if RANK else log_path, "ab", buffering=0)
-    if RANK == 0:
-        lock_file(log, folder)
     if RANK == 0 and log.tell() < log_bytes:
-        log.close()
         raise UserError(f"{log_path} is shorter than when the checkpoint beside it was saved: its lines are lost; move "
                         f"{folder} away to train it again")
     with log, Interrupts() as interrupts:
         if RANK == 0:
             with writing(log_path):
                 log.truncate(log_bytes)  # what was logged after the checkpoint is logged again
-            for stale in folder.glob("*.tmp"):  # of a process that was killed while it wrote
-                stale.unlink()
         step = begin
         try:
             if begin == 0:

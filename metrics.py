@@ -206,6 +206,12 @@ def perturbation_robustness(evaluate, x, noise=(), sign=(), generator=None):
             "sign": {s: change(x + s * gradient.sign()) for s in sign}}
 
 
+def unigram_entropy(ids):
+    """-sum_k p_k log p_k, nats, p the frequencies of the ids (integers >= 0, any shape): the least loss that predictions
+    can have which see nothing of the context. () float64."""
+    return torch.special.entr(torch.bincount(ids.flatten()).double() / ids.numel()).sum()
+
+
 def bits_per_byte(nats_per_token, tokens, n_bytes):
     """Cross entropy in bits per byte of the text that the tokens stand for: comparable between tokenisers."""
     return nats_per_token * tokens / n_bytes / math.log(2)

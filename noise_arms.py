@@ -194,8 +194,6 @@ def run_all(args, out, device, dtype, header, lr, make_model, batch, evaluate, e
                 row["budget"], row["budget_measured"] = (args.dim - 1) * part, measured_budget(model, embed(model))
             curve = [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
             row["loss_curve"] = [sum(part) / len(part) for part in (curve[i:i + 10] for i in range(0, len(curve), 10))]
-        for stale in folder.glob("row.json.*.tmp"):  # of a process that was killed while it wrote
-            stale.unlink()
         harness.write_json(folder / "row.json", row)
     progress.close()
 
@@ -241,11 +239,11 @@ def hypothesis(rows, metric, unit_, robust):
              "measured": "from the verdicts on isotropic above", "verdict": whole}]
 
 
-def experiment(args, device, dtype, name, columns, metric, unit_, robust, header, **parts):
+def experiment(args, device, dtype, name, columns, metric, unit_, robust, theory, header, **parts):
     """The whole command: folder, runs, table with mean and spread, figure, summary, verdicts.
 
     columns: {key of a row: (heading, format)}; metric: the key that decides, in unit_; robust: keys of what is lost to
-    perturbed inputs.
+    perturbed inputs; theory: nats that the figure shows as lines, loss without a look at the input, and the largest entropy.
     """
     out, lock = harness.open_folder(args.out, args.resume, name + ("-sweep" if args.sweep else ""), args.shard or "")
     command = " ".join(["python", *(word for word in sys.argv if word != "--resume")])
@@ -273,16 +271,16 @@ def experiment(args, device, dtype, name, columns, metric, unit_, robust, header
         shown[key], shown[key + "_sd"] = (heading, spec), ("+-", spec)
     print(harness.table(table, {**shown, **extra}))
     verdicts = hypothesis(rows, metric, unit_, robust) if complete and not args.sweep else []
-    harness.write_json(out / "summary.json", {"command": command, **header, "complete": complete, "table": table,
-                                              "runs": rows, "verdicts": verdicts})
-    draw(out, rows, table, columns[metric][0], metric)
+    harness.write_json(out / "summary.json", {"command": command, **header, "complete": complete, "theory": theory,
+                                              "table": table, "runs": rows, "verdicts": verdicts})
+    draw(out, rows, table, columns[metric][0], metric, theory)
     for verdict in verdicts:
         print(f"{verdict['verdict']:>13}: {verdict['claim']} ({verdict['measured']})")
     print(f"results in {out}")
     turn.close()
 
 
-def draw(out, rows, table, label, metric):
+def draw(out, rows, table, label, metric, theory):
     """Training loss against FLOPs, and by layer entropy and antipodal share, one line an arm (first seed); the metric."""
     figure, axes = harness.figure_axes(3)
     first = {row["arm"]: row for row in reversed(rows) if not row["diverged"]}
@@ -291,6 +289,8 @@ def draw(out, rows, table, label, metric):
         flops = [row["flops_per_step"] * 10 * (i + 1) for i in range(len(row["loss_curve"]))]
         axes[0].plot(flops, row["loss_curve"], style, lw=1, label=arm)
         axes[1].plot(row["entropy_by_layer"], style, marker=".", label=arm)
+    axes[0].axhline(theory["loss"], color="0.6", lw=1, label="blind: entropy of the targets")
+    axes[1].axhline(theory["entropy"], color="0.6", lw=1, label="log min(tokens, d), the most there is")
     axes[0].set(xlabel="training FLOPs", ylabel="training loss (nats, mean of 10 steps)")
     axes[1].set(xlabel="layer", ylabel="cosine entropy (nats)")
     done = [line for line in table if line[metric] is not None]
@@ -312,5 +312,5 @@ def draw(out, rows, table, label, metric):
         axes[2].set(xlabel="gamma", xscale="log")
         axes[2].legend(fontsize=5)
     axes[2].set(ylabel=f"{label} (mean{' and s.d.' if len(done) == len(lines) else ''} over seeds)")
-    axes[0].legend(fontsize=7)
+    axes[0].legend(fontsize=7), axes[1].legend(fontsize=7)
     harness.save_figure(figure, out / f"{metric}.png")

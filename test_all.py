@@ -13,6 +13,7 @@ import http.client
 import importlib
 import importlib.util
 import io
+import itertools
 import json
 import math
 import multiprocessing
@@ -647,6 +648,10 @@ def test_small_formulas():
     stats = metrics.grad_norm_stats([1.0, 2.0, 3.0])
     assert math.isclose(stats["mean"], 2) and math.isclose(stats["var"], 1) and math.isclose(stats["cv"], 0.5)
     assert math.isclose(metrics.bits_per_byte(math.log(2), 100, 200), 0.5)
+    ids = torch.tensor([[7, 2, 7, 0], [7, 7, 2, 7]])  # the least loss of one distribution for all of them
+    p = torch.tensor([1, 0, 2, 0, 0, 0, 0, 5], dtype=torch.float64) / 8
+    assert math.isclose(metrics.unigram_entropy(ids).item(), F.nll_loss(p.log().expand(8, 8), ids.flatten()).item())
+    assert math.isclose(metrics.unigram_entropy(torch.arange(10)).item(), math.log(10))
     W = torch.randn(5, 7, requires_grad=True)
     assert metrics.count_flops(lambda: (torch.randn(3, 5) @ W).sum().backward()) == 2 * 2 * 3 * 5 * 7
 
@@ -1506,7 +1511,7 @@ def test_charlm_eta_sweep_end_to_end(tmp_path, prose, control):
     (["--device", "tpu"], ["unknown --device"]), (["--dtype", "int8"], ["unknown --dtype"]), (["--steps", "0"], ["steps"]),
     (["--seed", "99999999999999999999"], ["seed"]), (["--batch", "0"], ["batch"]), (["--lr", "nan"], ["finite"]),
     (["--threads", "0"], ["threads"]), (["--threads", "10000000"], ["threads"]),
-    (["--temperature", "-1"], ["temperature"]), (["--sample", "-1"], ["sample"]), (["--resume"], ["--out"]),
+    (["--out", ""], ["--out", "empty"]), (["--temperature", "-1"], ["temperature"]), (["--sample", "-1"], ["sample"]), (["--resume"], ["--out"]),
     (["--lr", "1", "2", "3"], ["3 values for 2 arms"]), (["--eta", "--arms", "consensus"], ["standard"])])
 def test_charlm_refuses_bad_input(tmp_path, monkeypatch, capsys, options, words):
     monkeypatch.chdir(tmp_path)
@@ -1735,7 +1740,26 @@ def test_sweep_in_shards_ends_in_one_table(small_data, tmp_path, monkeypatch, ch
     refused(capsys, train_cifar_patches.main, [*options, "--resume", "--lr", "0.1"], "lr = 0.003, this run has 0.1")
     assert json.loads((tmp_path / "out/summary.json").read_text()) == summary
     (tmp_path / "out/sphere-seed0/row.json").write_text('{"arm"')
+    (tmp_path / "out/sphere-seed0/row.json.1.tmp").write_text('{"arm"')  # of a process that was killed
     refused(capsys, train_cifar_patches.main, [*options, "--resume"], "row.json is not JSON", "move it away")
+    assert not list((tmp_path / "out").rglob("*.tmp"))
+
+
+def test_shards_make_the_table_in_turn(small_data, tmp_path, children):
+    # while another shard makes the table nobody reads the rows: one that it adds would be missing from this one's
+    out = tmp_path / "out"
+    out.mkdir()
+    with open(out / ".turn", "a") as turn:
+        harness.lock_file(turn, out)
+        child = children.start(tmp_path / "child", "train_cifar_patches.py", "--quick", "--steps", "1", "--arms", "sphere",
+                               "--data-dir", small_data, "--batch", "2", "--dim", "8", "--heads", "1", "--out", out,
+                               before=(prepare, small_data))
+        wait_for(out / "sphere-seed0/row.json")
+        time.sleep(0.5)
+        row = json.loads((out / "sphere-seed0/row.json").read_text())
+        (out / "sphere-seed0/row.json").write_text(json.dumps(row | {"error": 0.125}))
+    assert children.wait(child).returncode == 0
+    assert json.loads((out / "summary.json").read_text())["table"][0]["error"] == 0.125
 
 
 def test_sweeps_go_on_after_a_point_that_diverged(small_data, tmp_path, monkeypatch, capsys):
@@ -1889,17 +1913,54 @@ def test_charlm_with_noise_trains(tmp_path, prose):
     assert (tmp_path / "none" / log).read_text() != (tmp_path / "whole" / log).read_text()
 
 
+def test_noise_leaves_every_head_on_its_own_sphere(tmp_path, monkeypatch, prose):
+    # attach() normalises whole tokens; the consensus arms' states are a product of one sphere a head
+    found = []
+    monkeypatch.setattr(harness, "train", lambda folder, model, *_, **__: found.append(model) or sys.exit())
+    options = ["--quick", "--dataset", prose, "--arms", "consensus", "--noise", "tangent", "--h", "0.1", "--gamma", "1"]
+    with pytest.raises(SystemExit):
+        run_main(train_charlm.main, *options, "--out", tmp_path / "out")
+    model = found[0].train()
+    states = model.states(model.embed(torch.randint(9, (2, 16))))
+    for state in states:
+        assert (state.unflatten(-1, (2, 16)).norm(dim=-1) - 1).abs().max() < 1e-6
+    assert (model.eval().states(model.embed(torch.randint(9, (2, 16))))[1] - states[1]).abs().max() > 0.05
+
+
 # ------------------------------------------------------------------------------------------------- data parallel
 
-def be_rank(rank, port):
-    """What torchrun --nproc_per_node=2 tells a process, which leaves its token seeds in a file."""
+def be_rank(rank, port, bad=None):
+    """What torchrun --nproc_per_node=2 tells a process, which leaves its token seeds and its last dropout seed in files.
+    bad: the rank whose embedding is not finite from its third batch on."""
     def spy(folder, model, *args, **options):
+        seen = itertools.count()  # rank 1 evaluates nothing: these are its steps
+        model.embed.register_forward_hook(lambda *at: at[2] * (math.nan if rank == bad and next(seen) > 1 else 1))
         result = train(folder, model, *args, **options)
         pathlib.Path("token_seeds").write_text(" ".join(str(noise.token_seed) for noise in model.noise))
+        pathlib.Path("dropout_seed").write_text(str(torch.initial_seed()))
         return result
     train, harness.train = harness.train, spy
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     harness.RANK, harness.WORLD = rank, 2
+
+
+def two_ranks(children, folder, *options, bad=None):
+    """Both ranks of a command, in folder/rank0 and folder/rank1, at their end."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return [children.wait(child) for child in [children.start(folder / f"rank{rank}", *options, before=(be_rank, rank, port, bad))
+                                               for rank in (0, 1)]]
+
+
+def test_one_rank_alone_diverges(tmp_path, children, prose):
+    # tokens that are not finite, on one rank: had it refused them on its own, the other would wait for it for ever
+    options = ["train_charlm.py", "--quick", "--dataset", prose, "--steps", "8", "--eval-every", "8", "--sample", "0", "--arms",
+               "standard", "--noise", "tangent"]
+    ranks = two_ranks(children, tmp_path, *options, "--out", tmp_path / "out", bad=1)
+    assert [rank.returncode for rank in ranks] == [0, 0], ranks
+    (row,) = json.loads((tmp_path / "out/summary.json").read_text())["runs"]
+    assert row["diverged"] and row["diverged_at"].startswith("step 2: loss nan")
 
 
 def test_two_ranks_train_as_one_process(tmp_path, children, prose):
@@ -1908,18 +1969,14 @@ def test_two_ranks_train_as_one_process(tmp_path, children, prose):
     options = ["train_charlm.py", "--quick", "--dataset", prose, "--steps", "8", "--eval-every", "4", "--sample", "0", "--arms",
                "consensus", "--eta-start", "3", "--control-every", "3", "--noise", "tangent", "--gamma", "0", "--h", "0.05"]
     assert children(tmp_path / "one", *options, "--out", tmp_path / "alone").returncode == 0
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [children.wait(child) for child in [
-        children.start(tmp_path / f"rank{rank}", *options, "--out", tmp_path / "shared", before=(be_rank, rank, port))
-        for rank in (0, 1)]]
+    ranks = two_ranks(children, tmp_path, *options, "--out", tmp_path / "shared")
     assert [rank.returncode for rank in ranks] == [0, 0], ranks
     assert "2 processes" in ranks[0].stdout and ranks[1].stdout == ranks[1].stderr == ""
     alone, shared = tmp_path / "alone", tmp_path / "shared"
     names = lambda out: sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
-    assert names(alone) == names(shared) and names(tmp_path / "rank1") == ["token_seeds"]
+    assert names(alone) == names(shared) and names(tmp_path / "rank1") == ["dropout_seed", "token_seeds"]
     assert [(tmp_path / f"rank{rank}" / "token_seeds").read_text() for rank in (0, 1)] == ["0 0 0", "1 1 1"]
+    assert len({(tmp_path / f"rank{rank}" / "dropout_seed").read_text() for rank in (0, 1)}) == 2
     name = "consensus-seq32-seed0"
     one, two = ([json.loads(line) for line in (out / name / "metrics.jsonl").open()] for out in (alone, shared))
     assert len(one) == len(two) == 8
@@ -1931,7 +1988,7 @@ def test_two_ranks_train_as_one_process(tmp_path, children, prose):
     assert one.keys() == two.keys() and not any(key.startswith("module.") for key in two)
     again = children(tmp_path / "one", *options, "--out", shared, "--resume")  # one process goes on where two stopped
     assert again.returncode == 0 and json.loads((shared / "summary.json").read_text())["runs"]
-    odd = children(tmp_path / "odd", *options, "--batch", "3", "--out", "out", before=(be_rank, 0, port))
+    odd = children(tmp_path / "odd", *options, "--batch", "3", "--out", "out", before=(be_rank, 0, 0))
     assert odd.returncode == 2 and odd.stderr.splitlines() == [
         "error: --batch 3 is shared by 2 processes: make it a multiple of 2"] and not names(tmp_path / "odd")
 
@@ -2972,6 +3029,7 @@ def test_geometry_bad_input_is_one_line_and_exit_code_2(capsys, monkeypatch, geo
     assert "no such file" in refused(tmp_path / "absent.gguf")
     assert "--threads" in refused("micro", "--threads", "0")
     assert "--dtype" in refused("micro", "--dtype", "float16")
+    assert "--out: must be a folder" in refused("micro", "--out", "")
     assert "no-such-model" in refused("no-such-model")
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.setitem(sys.modules, "accelerate", None)

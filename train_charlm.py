@@ -279,11 +279,12 @@ def compare(args, data, out, device, dtype):
         if not first["diverged"]:
             right.plot(first["diameter_by_layer"], style, label=arm)
     left.set(xlabel="training step", ylabel="validation loss (nats per character)")
+    left.axhline(blind := metrics.unigram_entropy(data.valid).item(), color="0.6", lw=1, label="unigram entropy: no context")
     right.axhline(math.pi, color="0.6", lw=1, label="pi, the most there is")
     right.set(xlabel="layer", ylabel="angular diameter D (radians)", ylim=(0, 3.4))
     left.legend(), right.legend()
     harness.save_figure(figure, out / "compare.png")
-    return {"runs": rows, "means": means, "samples": samples, "verdicts": verdicts}
+    return {"unigram_entropy": blind, "runs": rows, "means": means, "samples": samples, "verdicts": verdicts}
 
 
 def boundary(rows, criterion, layers):
@@ -373,13 +374,14 @@ def sweep(args, data, out, device, dtype):
         axis.set(xlabel="eta / eta_c", ylabel=label)
         if standard.get(key) is not None:
             axis.axhline(standard[key], color="k", ls="--", lw=1, label="standard")
+    axes[0].axhline(blind := metrics.unigram_entropy(data.valid).item(), color="0.6", label="unigram entropy: no context")
     axes[2].axhline(1, color="0.6", lw=1)
     theory = [0.02 * k for k in range(int(50 * max([r for r in ratio if r] or [1])) + 2)]
     axes[2].plot(theory, [max(abs(1 - 2 * t), 0) for t in theory], color="0.6", label="fastest mode: |1 - eta lambda_max|")
     for axis in axes:
         axis.legend(fontsize=7)
     harness.save_figure(figure, out / "sweep.png")
-    return {"toy": toy, "contraction": contraction, "standard": standard, "sweep": rows, "verdicts": verdicts}
+    return {"toy": toy, "contraction": contraction, "unigram_entropy": blind, "standard": standard, "sweep": rows, "verdicts": verdicts}
 
 
 def main():

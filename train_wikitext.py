@@ -83,6 +83,7 @@ def main():
     noise_arms.experiment(
         args, device, dtype, name="wikitext", columns=columns, metric="val_loss", unit_="nats per token",
         robust=("noise_0.3", "sign_0.03"),
+        theory=dict(loss=metrics.unigram_entropy(data.valid).item(), entropy=math.log(min(args.seq, args.dim))),
         header=dict(dataset=text.name, data=text.sha256, encoding=encoding.name, vocab=data.vocab, seq=args.seq),
         lr=LR, make_model=make_model, batch=batch, evaluate=lambda model: {"val_loss": loss_of(model, 32)},
         embed=lambda model: model.embed(held_out[0]), final=final)

@@ -51,7 +51,7 @@ from torch.overrides import TorchFunctionMode
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # harness.py lives one floor down, at the top of the repository
 from data import CACHE, load_text  # noqa: E402,F401
-from harness import Parser, UserError, figure_axes, number, run_main, write_json, writing  # noqa: E402,F401
+from harness import Parser, UserError, figure_axes, folder, number, run_main, write_json, writing  # noqa: E402,F401
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt2")
 GGUF_FAMILIES = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gpt2")  # mistral files call themselves llama
@@ -615,7 +615,7 @@ def parser(doc, dtype="float64"):
                    help="micro (default, trained here), smollm2, gemma3, gpt2, a hub name, a folder, a .gguf file")
     p.add_argument("--dtype", default=dtype, choices=("float32", "float64"), help=f"of all sums (default {dtype})")
     p.add_argument("--quick", action="store_true", help="a few seconds: a tiny micro and a small protocol; for tests")
-    p.add_argument("--out", type=Path, default=ROOT / "results" / "geometry", help="folder of the JSON and the figure")
+    p.add_argument("--out", type=folder, default=ROOT / "results" / "geometry", help="folder of the JSON and the figure")
     p.add_argument("--data-dir", type=Path, help="folder with the text that micro is trained on")
     p.add_argument("--threads", type=number(int, low=1), help="CPU threads (default: torch's choice)")
     p.add_argument("--seed", type=number(int, low=0), default=0, help="of every random draw, micro's too (default 0)")

@@ -360,9 +360,9 @@ def spectrum(bench):
             bench.row("lambda_max", f"not converged, {kind} tokens, n {n}", 0, value=int(not converged))
         x = draw(n)
         taken = in_turn(bench, {"eigvalsh": dense, "lambda_max": lambda: lambda_max(x, beta)}, 3 if n > 2000 else None)
-        # W is formed once: n^2 (2 d) flops; each of up to 33 products with it reads its n^2 numbers
+        # half of W is formed once: n^2/2 times 2 d flops; each of at least 9 products with it reads those n^2/2 numbers
         bench.row("lambda_max", f"over eigvalsh, n {n}", goal, taken=taken["lambda_max"],
-                  bound=bench.bound(2 * n * n * d, 4 * n * n * 10))
+                  bound=bench.bound(n * n * d, 2 * n * n * 9))
     sizes = [64, 128, 256, 512, 1024] if bench.quick else [4096, 8192, 16384, 32768, 65536]
     curve = []
     for n in sizes:

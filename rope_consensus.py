@@ -40,8 +40,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-DENSE_LIMIT = 4096 * 4096  # numbers in an n x n matrix that is kept; larger ones are computed again in blocks of rows,
-BLOCK = 2 ** 20  # of so many numbers, which stay in the cache
+DENSE_LIMIT = 4096 * 4096  # numbers in an n x n matrix that is kept, its upper half; larger ones are computed again and
+BLOCK = 2 ** 20  # again, in blocks of rows of so many numbers, which stay in the cache
 
 
 def wide(x):
@@ -149,7 +149,7 @@ def lanczos(matvec, start, iters, enough=None):
     In floating point the basis loses orthogonality as soon as a Ritz value converges, and copies of that value appear;
     so each new vector is orthogonalised against all earlier ones, twice. Failure mode that remains: a start vector
     without a part in the wanted eigenvector, so give a random one. Leading axes are independent problems.
-    matvec: (..., n) -> (..., n); start: (..., n). enough(theta, residual) -> bool is asked at every fourth step and ends the
+    matvec: (..., n) -> (..., n); start: (..., n). enough(theta, residual) -> bool is asked at every third step and ends the
     iteration early; from the eighth on: a random vector has n^(-1/2) of the wanted mode, which must grow to be seen.
     Returns theta (...) and residual ||M u - theta u|| (...): some eigenvalue lies within residual of theta, and
     theta <= lambda_max up to rounding.
@@ -174,7 +174,7 @@ def lanczos(matvec, start, iters, enough=None):
         b = torch.where(alive, b, 0)
         offs.append(b)
         q = torch.where(alive, w / b.clamp_min(torch.finfo(b.dtype).tiny), 0)
-        if m == iters or enough and m >= 8 and m % 4 == 0:
+        if m == iters or enough and m >= 8 and m % 3 == 2:
             off = torch.cat(offs, -1)
             T = torch.diag_embed(torch.cat(alphas, -1))
             T = T + torch.diag_embed(off[..., :-1], 1) + torch.diag_embed(off[..., :-1], -1)
@@ -212,16 +212,15 @@ def lambda_max(x, beta, causal=False, iters=32, generator=None, base=10000.0):
             diagonal.append(W.diagonal(rows.start, -2, -1) / W.sum(-1))
         value = 1 - torch.cat(diagonal, -1).amin(-1)
         return value, torch.zeros_like(value), torch.ones_like(value, dtype=torch.bool)
-    whole = weights(slice(n), slice(n)) if n * numbers <= DENSE_LIMIT else None
+    upper = lambda rows: weights(rows, slice(rows.start, n))  # W is symmetric: these rows from the diagonal on suffice
+    kept = [upper(rows) for rows in blocks] if n * numbers <= DENSE_LIMIT else None
 
     def apply(v):  # W v, (..., n) -> (..., n), from the left: batches of matrices times columns are slow on a CPU
-        if whole is not None:
-            return (v[..., None, :] @ whole)[..., 0, :]
         out = torch.zeros_like(v)
-        for rows in blocks:  # W is symmetric: what is right of the diagonal serves below it too
-            W = weights(rows, slice(rows.start, n))
+        for rows, W in zip(blocks, kept or map(upper, blocks)):
             out[..., rows] += (v[..., None, rows.start:] @ W.mT)[..., 0, :]
-            out[..., rows.stop:] += (v[..., None, rows] @ W[..., rows.stop - rows.start:])[..., 0, :]
+            if rows.stop < n:
+                out[..., rows.stop:] += (v[..., None, rows] @ W[..., rows.stop - rows.start:])[..., 0, :]
         return out
 
     root = apply(torch.ones_like(y[..., 0])).sqrt()  # sqrt(Z), the consensus vector of the symmetrised A

@@ -163,7 +163,10 @@ def main():
 
     # -- Table 7, as printed
     tied = arm("tied W^T")
-    full = {name: norms(model, blocks, long_ids)[0] for name, blocks in (("trained", model.blocks), ("tied W^T", tied))}
+    full = {"trained": norms(model, model.blocks, long_ids)[0]}
+    full["tied W^T"], added = norms(model, tied, long_ids)
+    # |x_l| <= |x_0| + sum_{k < l} |x_(k+1) - x_k|, reached where all layers push one way
+    bound = full["tied W^T"][0] + torch.cat((torch.zeros(1), added)).cumsum(0)
     growth = {name: (v[-1] / v[0]).item() for name, v in full.items()}
     instability = growth["tied W^T"] / growth["trained"]
     models.table(f"Table 7: growth over the network, {len(long_ids)} sequences of {n} random tokens",
@@ -324,7 +327,7 @@ def main():
              would_change="an explosion that the norm does not stop")]
     protocol = dict(sequences=len(long_ids), length=n, control_sequences=len(short_ids), control_length=short,
                     rescue_seeds=seeds, spectrum_layers=layers, projection=k, paper_instability=PAPER)
-    numbers = dict(growth=growth, instability=instability, norms={a: v.tolist() for a, v in full.items()},
+    numbers = dict(growth=growth, instability=instability, norms={a: v.tolist() for a, v in full.items()}, norm_bound=bound.tolist(),
                    control_growth=control, control_instability=unstable, sum_updates=sizes, final_over_sum=aligned,
                    rescue=rescue, phases=phase, parity_ratio_95=parity_ratio, update_exponent=exponent,
                    iteration_order=doubling,
@@ -332,12 +335,14 @@ def main():
                    containment={a: {r: x.tolist() for r, x in v.items()} for a, v in contain.items()}, factor=factor)
 
     def figure(path):
+        from matplotlib.ticker import LogLocator
         fig, (left, right) = models.figure_axes(2)
         for marker, (name, v) in zip("os", full.items()):
             left.semilogy(v, marker + "-", color="k", ms=3, mfc="none", lw=0.8, label=f"{name}, pre-norm")
         for marker, rule in zip("^v", ("output_norm", "post_norm")):
             left.semilogy(contain["tied W^T"][rule], marker + ":", color="k", ms=3, mfc="none", lw=0.8,
                           label=f"tied, {rule.replace('_', ' ')}")
+        left.semilogy(bound, color="0.6", label="tied: |x_0| + sum of |updates|, the most")
         left.set(xlabel="block", ylabel="mean |x| over tokens", title=f"{model.name}: the stream's length")
         left.legend(fontsize=6)
         names = list(ARMS)[1:]
@@ -346,6 +351,9 @@ def main():
         right.set_yticks(range(len(names)), names, fontsize=6)
         right.axvline(1, color="k", lw=0.8)
         right.set(xscale="log", xlabel="growth / trained growth", title="hatched: Jacobian exactly symmetric")
+        right.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        right.xaxis.set_major_formatter("{x:g}")
+        right.minorticks_off()
         fig.savefig(path, dpi=110)
 
     models.report(args, model, "symmetric_ablation", "paper Sec. VI.3", protocol, numbers, claims, figure)

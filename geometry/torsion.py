@@ -265,7 +265,8 @@ def main():
 
     def figure(path):
         fig, (left, right) = models.figure_axes(2)
-        left.boxplot([c.flatten().numpy() for c in cos], positions=range(len(layers)), widths=0.5, showfliers=False)
+        left.boxplot([c.flatten().numpy() for c in cos], positions=range(len(layers)), widths=0.5, showfliers=False,
+                     medianprops=dict(color="k"))
         for s, (c, _) in enumerate(shuffled):
             left.plot([v.median().item() for v in c], "kx", label="shuffled weights, median" if s == 0 else None)
         left.plot([v.median().item() for v in other], "k^", mfc="none", label="another token's bracket, median")

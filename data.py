@@ -42,6 +42,9 @@ SOURCES = {
                                           ("test", "6f3fc88e4cd88456ea892971f9f12243e8428624"))],
 }
 
+GPT2 = {"vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",  # sha256
+        "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"}
+
 
 def checksum(data, algorithm):
     if algorithm == "git":
@@ -114,17 +117,25 @@ def alone():
         yield
 
 
+class WrongFile(UserError):
+    """A file of the right name and the wrong contents: never used, and never passed over for another data set."""
+
+
 def find_file(name, url, algorithm, expected, data_dir):
-    """The path of a checked data file: in data_dir, else in the cache, else downloaded into the cache."""
+    """The path of a checked data file: in data_dir, else in the cache, else downloaded into the cache.
+
+    WrongFile where data_dir has files of this name and none is right."""
     for folder in filter(None, (data_dir, CACHE)):
+        wrong = []
         for path in (folder / name, *folder.glob(f"*/{name}")):
             if path.is_file():
                 found = checksum(path.read_bytes(), algorithm)
                 if found == expected:
                     return path
-                if folder == data_dir:
-                    raise UserError(f"{path} is not the expected file: {algorithm} {found[:12]}..., expected "
-                                    f"{expected[:12]}...; remove it or give another --data-dir (your file is not changed)")
+                wrong.append(f"{path} is not the expected file: {algorithm} {found[:12]}..., expected {expected[:12]}...; "
+                             "remove it or give another --data-dir (your file is not changed)")
+        if wrong and folder == data_dir:
+            raise WrongFile(wrong[0])
     path = CACHE / name
     with alone():
         if not path.is_file() or checksum(path.read_bytes(), algorithm) != expected:
@@ -179,6 +190,8 @@ def load_wikitext(data_dir=None):
     for source in SOURCES["wikitext-2"]:
         try:
             parts[source[0].removesuffix(".txt")] = find_file(*source, data_dir).read_bytes()
+        except WrongFile:
+            raise
         except UserError as error:
             print(f"WARNING: {error}", file=sys.stderr)
     if "train" in parts and "valid" in parts:
@@ -201,10 +214,14 @@ def gpt2_encoding():
     """
     import tiktoken
     import tiktoken_ext.openai_public
-    folder = pathlib.Path(os.environ.get("TIKTOKEN_CACHE_DIR", "."))
-    if (folder / "vocab.bpe").is_file() and (folder / "encoder.json").is_file():
+    folder = os.environ.get("TIKTOKEN_CACHE_DIR")
+    files = {pathlib.Path(folder, name): expected for name, expected in GPT2.items()} if folder else {}
+    if files and all(path.is_file() for path in files):
+        for path, expected in files.items():
+            if checksum(path.read_bytes(), "sha256") != expected:
+                raise UserError(f"{path} is not GPT-2's: remove it, or set TIKTOKEN_CACHE_DIR to another folder")
         from tiktoken.load import data_gym_to_mergeable_bpe_ranks
-        ranks = data_gym_to_mergeable_bpe_ranks(str(folder / "vocab.bpe"), str(folder / "encoder.json"))
+        ranks = data_gym_to_mergeable_bpe_ranks(*map(str, files))
         return tiktoken.Encoding("gpt2", pat_str=tiktoken_ext.openai_public.r50k_pat_str, mergeable_ranks=ranks,
                                  special_tokens={"<|endoftext|>": 50256})
     try:

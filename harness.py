@@ -208,7 +208,10 @@ def pick_device(name, dtype, threads=None, batch=WORLD):
         raise UserError(f"--device {name}: this machine has none; leave it at auto or use cpu")
     else:
         why = "asked for"
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"unknown --device {name}: a kind and perhaps a number, as in cuda:1") from error
     if WORLD > 1:
         if batch % WORLD:
             raise UserError(f"--batch {batch} is shared by {WORLD} processes: make it a multiple of {WORLD}")
@@ -255,9 +258,12 @@ def generator(seed, purpose, step=0, device="cpu"):
 
 def environment(device):
     """Versions and hardware, for config.json."""
-    git = subprocess.run(["git", "-C", pathlib.Path(__file__).parent, "rev-parse", "HEAD"], capture_output=True, text=True)
+    try:
+        git = subprocess.run(["git", "-C", pathlib.Path(__file__).parent, "rev-parse", "HEAD"], capture_output=True, text=True)
+    except OSError:  # there is no git here
+        git = None
     return {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
-            "git": git.stdout.strip() or None, "platform": platform.platform(), "device": str(device),
+            "git": git and git.stdout.strip() or None, "platform": platform.platform(), "device": str(device),
             "threads": torch.get_num_threads()}
 
 
@@ -274,8 +280,9 @@ def open_folder(out, resume, default, shard=""):
         torch.distributed.broadcast_object_list(chosen)
         return chosen[0], contextlib.nullcontext()
     if out is None:
-        if resume:
-            raise UserError("--resume needs --out, the folder to go on with")
+        if resume or shard:
+            raise UserError("--resume needs --out, the folder to go on with" if resume else
+                            "--shard needs --out, one folder for all parts of the sweep")
         taken = {path.name for path in pathlib.Path("runs").glob(f"{default}*")}
         out = pathlib.Path("runs") / next(name for k in range(1, len(taken) + 2) if (name := f"{default}-{k}") not in taken)
     if (out / "config.json").exists() and not (resume or shard):
@@ -373,17 +380,19 @@ class Progress:
 
     def __init__(self, total):
         from tqdm import tqdm
-        self.total, self.done, self.began, self.printed = total, 0, time.monotonic(), time.monotonic()
+        self.total, self.done, self.free, self.began, self.printed = total, 0, 0, time.monotonic(), time.monotonic()
         self.bar = tqdm(total=total, unit="step", dynamic_ncols=True) if sys.stderr.isatty() else None
 
-    def advance(self, text, steps=1):
+    def advance(self, text, steps=1, free=False):
+        """free: these steps took no time, they were done before."""
         self.done += steps
+        self.free += steps * free
         if self.bar is not None:
             self.bar.set_description(text, refresh=False)
             self.bar.update(steps)
         elif time.monotonic() - self.printed > 15:
             self.printed = time.monotonic()
-            left = (self.printed - self.began) * (self.total - self.done) / self.done
+            left = (self.printed - self.began) * (self.total - self.done) / max(1, self.done - self.free)
             print(f"{text}  {self.done}/{self.total} steps, {left / 60:.1f} min left", flush=True)
 
     def close(self):
@@ -485,7 +494,7 @@ def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device
         require_same(result_path, result["header"], header)
         if result["diverged"] or saved is not None and saved["step"] == steps:  # else the model is not the result's
             log.close()
-            progress.advance(f"{label}: done before", steps)
+            progress.advance(f"{label}: done before", steps, free=True)
             return None if RANK else result
     optimizer = make_optimizer(model, lr, weight_decay, device)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
@@ -494,6 +503,7 @@ def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device
         optimizer.load_state_dict(saved["optimizer"])
         scaler.load_state_dict(saved["scaler"])
         begin, evaluations, log_bytes = saved["step"], saved["evaluations"], saved["log_bytes"]
+        progress.advance(label, begin, free=True)
     forward = torch.compile(forward) if compile else forward
     if WORLD > 1:
         forward = torch.nn.parallel.DistributedDataParallel(forward)
@@ -596,7 +606,7 @@ def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device
                 raise
             diverged = str(error) if isinstance(error, Diverged) else f"step {step}: {error}"
             print(f"{label} diverged at {diverged}; the last good checkpoint is kept", file=sys.stderr)
-            progress.advance(label, steps - step)
+            progress.advance(label, steps - step, free=True)
     if RANK:
         return None
     rows = [json.loads(line) for line in log_path.read_text().splitlines()]

@@ -27,9 +27,8 @@ def cosine_matrix(x):
 def antipolar_fraction(x, threshold=-0.9):
     """Share of the n(n-1)/2 pairs with cosine below the threshold, in [0, 1]. (..., n, d) -> (...)."""
     n = x.shape[-2]
-    below = sum((x[..., rows, :] @ x[..., rows.start:, :].mT).lt_(threshold).triu_(1).sum((-2, -1), dtype=torch.float64)
-                for rows in row_blocks(x))
-    return (below / max(1, n * (n - 1) / 2)).to(torch.get_default_dtype())
+    below = sum((x[..., rows, :] @ x[..., rows.start:, :].mT < threshold).triu_(1).sum((-2, -1)) for rows in row_blocks(x))
+    return below / max(1, n * (n - 1) / 2)
 
 
 def angular_diameter(x):
@@ -47,11 +46,11 @@ def angular_diameter(x):
         distance = product.add_(square[..., None, rows.start:]).add_(square[..., rows, None])
         value, i = distance.amax(-1).max(-1)
         j = distance.gather(-2, i[..., None, None].expand(*i.shape, 1, distance.shape[-1]))[..., 0, :].argmax(-1)
-        better = value > best
+        better = (value > best) | value.isnan()
         best = torch.where(better, value, best)
         row, column = torch.where(better, i + rows.start, row), torch.where(better, j + rows.start, column)
     a, b = (x.gather(-2, k[..., None, None].expand(*k.shape, 1, x.shape[-1]))[..., 0, :] for k in (row, column))
-    return 2 * torch.atan2((a - b).norm(dim=-1), (a + b).norm(dim=-1))
+    return 2 * torch.atan2((a - b).norm(dim=-1), (a + b).norm(dim=-1)) + 0 * best  # nan where a token is not finite
 
 
 def cosine_entropy(x):
@@ -126,7 +125,7 @@ def by_layer(states):
     states: a list of (B, n, d), rows of any length. k-means costs most: clusters are counted in the first two sequences,
     among at most 64 tokens, evenly spread.
     """
-    states = [torch.nn.functional.normalize(x.float(), dim=-1) for x in states]
+    states = [torch.nn.functional.normalize(x.float().cpu(), dim=-1) for x in states]  # eigvalsh is not on every device
     few = torch.stack([x[:2, ::-(-x.shape[1] // 64)] for x in states])  # (layers, 2, <= 64, d)
     return {"diameter_by_layer": [angular_diameter(x).mean().item() for x in states],
             "entropy_by_layer": [cosine_entropy(x).mean().item() for x in states],
@@ -155,12 +154,12 @@ def grad_norm_stats(norms):
 
 
 def spread(rows, key):
-    """Mean and standard deviation over the seeds of what is finite; (None, None) without a value."""
+    """Mean and standard deviation over the seeds of what is finite; None without a value, and a deviation without two."""
     values = [row[key] for row in rows if row.get(key) is not None]
     if not values:
         return None, None
     mean = sum(values) / len(values)
-    return mean, math.sqrt(sum((v - mean) ** 2 for v in values) / max(1, len(values) - 1))
+    return mean, math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1)) if values[1:] else None
 
 
 # Student's t, two-sided 95%, by degrees of freedom
@@ -170,12 +169,13 @@ T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8:
 def paired_verdict(claim, ours, theirs):
     """Is ours below theirs, run by run on the same seeds? From the 95% interval of the mean paired difference.
 
-    holds: the interval lies below zero; does not hold: above it; not decided: it holds zero, or fewer than three pairs.
+    holds: the interval lies below zero; does not hold: above it; not decided: it holds zero, or there are fewer than three
+    pairs, or a run diverged (None): those that are left would speak for an arm at its best.
     """
     pairs = [a - b for a, b in zip(ours, theirs) if a is not None and b is not None]
-    if len(pairs) < 3:
-        return {"claim": claim, "measured": f"differences {[round(p, 4) for p in pairs]}, fewer than three seeds",
-                "verdict": "not decided"}
+    if len(pairs) < max(3, len(ours), len(theirs)):
+        lost = "fewer than three seeds" if len(pairs) == len(ours) == len(theirs) else "the other runs diverged"
+        return {"claim": claim, "measured": f"differences {[round(p, 4) for p in pairs]}, {lost}", "verdict": "not decided"}
     mean = sum(pairs) / len(pairs)
     half = T95[min(len(pairs) - 1, 9)] * math.sqrt(sum((p - mean) ** 2 for p in pairs) / (len(pairs) - 1) / len(pairs))
     verdict = "holds" if mean + half < 0 else "does not hold" if mean - half > 0 else "not decided"

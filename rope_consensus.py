@@ -353,8 +353,9 @@ class ConsensusAttention(nn.Module):
         m = attend(y, v.transpose(-2, -3).to(y.dtype), self.beta, self.causal, eager).transpose(-2, -3)
         if self.proj_out is not None:
             m = self.proj_out(m.flatten(-2)).unflatten(-1, x.shape[-2:])
+        eta = self.eta.clone().view(x.shape[-2:])  # of this call: a later one may clip the parameter before the backward
         # x <- normalize(x + eta (m - (x^T m) x))
-        return unit(torch.addcmul(x, self.eta.view(x.shape[-2:]), tangent(x, m.to(x.dtype)))).to(x.dtype)
+        return unit(torch.addcmul(x, eta, tangent(x, m.to(x.dtype)))).to(x.dtype)
 
     def count_and_control(self, x):
         self.calls += 1
@@ -366,16 +367,19 @@ class ConsensusAttention(nn.Module):
         """eta <- min(eta, safety * 2/lambda_max) per head, at the state x (..., n, dim). act=False only measures.
 
         lambda_max is the largest over the leading axes, at its safe bound. Without a mask lambda_max <= 1, so where no eta
-        is above 2 safety nothing is clipped: then that bound, 1, stands for it, and Lanczos is not run. Recorded per head
+        is above 2 safety nothing is clipped: then that bound, 1, stands for it, and Lanczos is not run. With data parallel
+        all ranks must call it, and clip alike. Recorded per head
         in the buffers lam, eta_asked and eta_used (the largest step size of the head before and after).
         """
         if act and not self.causal and self.eta.amax() <= 2 * self.safety:
             lam = torch.ones_like(self.lam)
         else:
             with torch.autocast(x.device.type, enabled=False):
-                q, _ = self.query_value(unit(x.unflatten(-1, (self.heads, -1))))
+                q, _ = self.query_value(unit(x.to(self.eta.dtype).unflatten(-1, (self.heads, -1))))
                 value, residual, _ = lambda_max(q.transpose(-2, -3), self.beta, self.causal)
             lam = (value + residual).clamp(max=1).reshape(-1, self.heads).amax(0)
+            if act and torch.distributed.is_available() and torch.distributed.is_initialized():
+                torch.distributed.all_reduce(lam, torch.distributed.ReduceOp.MAX)  # each rank sees a part of the batch
         eta = self.eta.view(self.heads, -1)
         self.lam.copy_(lam)
         self.eta_asked.copy_(eta.amax(-1))
@@ -484,12 +488,16 @@ def main():
     betas, drawn = (0.25, 0.5, 1, 2, 4), (0.5, 1, 2)
     if args.quick:
         cases, betas, drawn = [(False, 64, 200, (1,)), (True, 32, 200, (8,))], (0.5, 4), (0.5,)
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "results.json").touch()
-    except OSError as error:
+
+    def refuse(error):
         print(f"error: cannot write to {args.out}: {error.strerror}; choose another folder with --out", file=sys.stderr)
         sys.exit(2)
+
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "results.json.tmp").touch()  # now, rather than after the work
+    except OSError as error:
+        refuse(error)
 
     toy = []
     print("step size at which a small disagreement starts to grow (float64, d = 16)\n"
@@ -524,8 +532,7 @@ def main():
             theta, value = noted_lanczos(beta, causal)
             exact.append(dict(causal=causal, beta=beta, over_floor=over_floor(beta, causal), lanczos=theta, exact=value))
             print(f"{'causal' if causal else 'none':>7} {beta:5g} {exact[-1]['over_floor']:12.4f} {theta:8.4f} {value:8.4f}")
-    with open(args.out / "results.json", "w") as file:
-        json.dump(dict(command="python rope_consensus.py", toy=toy, contraction=rows, exact=exact), file, indent=1)
+    results = dict(command=" ".join(["python", *sys.argv]), toy=toy, contraction=rows, exact=exact)
 
     from matplotlib.figure import Figure
     figure = Figure(figsize=(9, 3.6), layout="constrained")
@@ -542,7 +549,14 @@ def main():
         right.plot([(1 - math.exp(-2 * beta)) ** t for t in range(len(worst))], color="0.6", ls=style, label="bound")
     right.set(xlabel="averaging steps t", ylabel="diam(x_t) / diam(x_0)", yscale="log", ylim=(1e-4, 1.5))
     right.legend(fontsize=7, ncol=2)
-    figure.savefig(args.out / "threshold.png", dpi=110)
+    try:
+        with open(args.out / "results.json.tmp", "w") as file:
+            json.dump(results, file, indent=1)
+        figure.savefig(args.out / "threshold.png.tmp", dpi=110, format="png")
+        for name in ("results.json", "threshold.png"):  # both are whole by now
+            (args.out / f"{name}.tmp").replace(args.out / name)
+    except OSError as error:
+        refuse(error)
     print(f"\nwrote {args.out / 'results.json'} and {args.out / 'threshold.png'}")
 
 

@@ -503,6 +503,26 @@ def test_control_every_acts_on_each_kth_training_forward():
     assert attn.eta.max() < 2.5
 
 
+def test_control_between_two_uses_of_one_block():
+    # looped: the second use clips eta, and the first one's gradient stays that of the eta it had
+    x = unit(torch.randn(2, 12, 8)).requires_grad_()
+    attn = ConsensusAttention(8, eta=7.0, beta=1.0, control_every=2)
+    once, twice = ConsensusAttention(8, eta=7.0, beta=1.0), ConsensusAttention(8, eta=7.0, beta=1.0)
+    y = attn(attn(x))
+    twice.control(once(x))
+    assert attn.eta.max() < 2.5 and torch.equal(attn.eta, twice.eta)
+    z = twice(once(x))
+    weights = torch.randn(z.shape)
+    assert torch.equal(y, z) and torch.allclose(*(torch.autograd.grad((out * weights).sum(), x)[0] for out in (y, z)))
+
+
+def test_control_under_autocast():
+    attn = ConsensusAttention(16, heads=2, eta=3.0, beta=2.0, causal=True, value=True, qk=True, control_every=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attn(torch.randn(2, 12, 16).bfloat16())
+    assert out.dtype == torch.bfloat16 and attn.eta_used.max() < 3
+
+
 def test_clip_eta():
     assert rc.clip_eta(1.0, 1.0) == 1.0 and rc.clip_eta(3.0, 1.0) == 1.8 and rc.clip_eta(3.0, 0.9) == 2.0
     assert rc.clip_eta(3.0, 1.0, safety=0.5) == 1.0 and rc.clip_eta(3.0, 0.0) == 3.0
@@ -602,6 +622,8 @@ def test_angular_diameter():
     assert math.isclose(metrics.angular_diameter(pair).item(), 1e-4, rel_tol=1e-3)
     opposite = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]])
     assert math.isclose(metrics.angular_diameter(opposite).item(), math.pi, rel_tol=1e-6)
+    x[1, 7, 2] = math.nan  # not a consensus
+    assert metrics.angular_diameter(x).isnan().tolist() == [False, True, False]
 
 
 def test_metrics_in_row_blocks(monkeypatch):
@@ -878,6 +900,22 @@ def test_case_21_wrong_file_in_data_dir_is_refused_and_kept(tmp_path, capsys):
     page.write_text("<html>captive portal</html>")
     refused(capsys, train_charlm.main, ["--quick", "--data-dir", tmp_path, "--out", tmp_path / "out"], "not the expected")
     assert page.read_text() == "<html>captive portal</html>" and not (tmp_path / "out").exists()
+    (tmp_path / "wikitext-2").mkdir()
+    page = tmp_path / "wikitext-2/train.txt"  # not passed over for the smaller training set
+    page.write_text("<html>captive portal</html>")
+    refused(capsys, train_wikitext.main, ["--quick", "--data-dir", tmp_path, "--out", tmp_path / "out"], "not the expected")
+
+
+def test_right_file_is_found_beside_foreign_ones_of_its_name(tmp_path):
+    right = b"right"
+    source = ("train.txt", "https://nowhere.invalid/train.txt", "sha256", data.checksum(right, "sha256"))
+    for name, text in (("a", b"of another project"), ("m", right), ("z", b"of a third")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.txt").write_bytes(text)
+    assert data.find_file(*source, tmp_path) == tmp_path / "m/train.txt"
+    (tmp_path / "m/train.txt").unlink()
+    with pytest.raises(data.WrongFile, match="remove it or give another --data-dir"):
+        data.find_file(*source, tmp_path)
 
 
 def test_case_13_text_is_read_as_its_bytes_are(tmp_path):
@@ -1462,6 +1500,7 @@ def test_rope_consensus_demo(tmp_path, capsys):
     assert abs(found["toy"][0]["rel_error"]) < 0.01 and found["toy"][1]["causal"]
     assert all(row["worst_factor"] <= row["bound"] for row in found["contraction"])
     assert "1-e^(-2 beta)" in capsys.readouterr().out and (tmp_path / "threshold.png").stat().st_size < 150_000
+    assert found["command"].endswith(f"--quick --out {tmp_path}") and not list(tmp_path.glob("*.tmp"))
     for row in found["exact"]:
         assert 1 <= row["over_floor"] < 1.02  # the floor is nearly attained: n/(n - 1 + e^(-2 beta)) at best
         assert (abs(row["lanczos"] - row["exact"]) < 1e-9) != row["causal"]  # on a matrix that is not symmetric it is wrong
@@ -1512,6 +1551,7 @@ def test_charlm_eta_sweep_end_to_end(tmp_path, prose, control):
     (["--seed", "99999999999999999999"], ["seed"]), (["--batch", "0"], ["batch"]), (["--lr", "nan"], ["finite"]),
     (["--threads", "0"], ["threads"]), (["--threads", "10000000"], ["threads"]),
     (["--out", ""], ["--out", "empty"]), (["--temperature", "-1"], ["temperature"]), (["--sample", "-1"], ["sample"]), (["--resume"], ["--out"]),
+    (["--eta", "--seeds", "2"], ["one --seed"]), (["--device", "cpu:abc"], ["--device cpu:abc"]),
     (["--lr", "1", "2", "3"], ["3 values for 2 arms"]), (["--eta", "--arms", "consensus"], ["standard"])])
 def test_charlm_refuses_bad_input(tmp_path, monkeypatch, capsys, options, words):
     monkeypatch.chdir(tmp_path)
@@ -1882,6 +1922,9 @@ def test_case_17_gpt2_files_under_their_human_names(monkeypatch, tmp_path):
     (tmp_path / "encoder.json").write_text(json.dumps({token: i for i, token in enumerate(vocabulary)}), encoding="utf-8")
     assert len(data_gym_to_mergeable_bpe_ranks(str(tmp_path / "vocab.bpe"), str(tmp_path / "encoder.json"))) == 257
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    with pytest.raises(harness.UserError, match="vocab.bpe is not GPT-2's"):
+        data.gpt2_encoding()
+    monkeypatch.setattr(data, "GPT2", {name: data.checksum((tmp_path / name).read_bytes(), "sha256") for name in data.GPT2})
     encoding = data.gpt2_encoding()
     assert encoding.name == "gpt2" and encoding.encode("abab c") == [256, 256, encoding.encode(" ")[0], encoding.encode("c")[0]]
 
@@ -1890,6 +1933,7 @@ def test_case_17_gpt2_files_under_their_human_names(monkeypatch, tmp_path):
 @pytest.mark.parametrize("options, words", [
     (["--gamma", "-1"], ["finite number >= 0"]), (["--h", "nan"], ["finite number >= 0"]), (["--rank", "99"], ["--rank 99"]),
     (["--heads", "5"], ["head size"]), (["--dropout", "1"], ["below 1"]), (["--shard", "3/2"], ["i/N"]),
+    (["--sweep", "--shard", "0/2"], ["--shard needs --out"]),
     (["--arms", "resnet"], ["resnet"])])
 def test_noise_trainers_refuse_bad_input(tmp_path, monkeypatch, capsys, main, options, words):
     monkeypatch.chdir(tmp_path)
@@ -1903,6 +1947,62 @@ def test_paired_verdicts():
     assert verdict([2.0, 2.1, 2.3], [1.0, 1.1, 1.2]) == "does not hold"
     assert verdict([1.0, 1.1, 1.2], [1.1, 1.0, 1.2]) == "not decided"
     assert verdict([1.0, 1.1], [2.0, 2.1]) == "not decided" and verdict([None, 1, 1], [2, 2, 2]) == "not decided"
+    assert verdict([1, 1.01, 1, None], [2, 2, 2.01, 2]) == "not decided"  # the survivors of an arm that diverged
+    assert metrics.spread([{"loss": 2.0}], "loss") == (2.0, None)  # one seed has no spread
+    assert metrics.spread([{"loss": 2.0}, {"loss": None}, {"loss": 4.0}], "loss") == (3.0, math.sqrt(2))
+
+
+def test_boundary_of_the_sweep():
+    def verdict(*points, criterion="multiplier"):
+        rows = [{"eta_over_eta_c": ratio, "local_multiplier": 1.0, "diverged_by": criterion * bad} for ratio, bad in points]
+        return train_charlm.boundary(rows, criterion, 24)["verdict"]
+    assert verdict((0.5, False), (0.9, False), (1.1, True)) == "holds" == verdict((0.0, False), (0.9, False), (1.1, True))
+    assert verdict((0.5, False), (0.7, True)) == verdict((0.9, False), (1.3, False), (1.5, True)) == "does not hold"
+    assert verdict((0.9, False), (2.2, False)) == "does not hold"  # nothing divergent far above
+    assert verdict((0.1, False)) == "not decided" == verdict((0.7, False), (1.1, True))
+    assert verdict((0.9, False), (1.1, True), (1.5, False), (2, True)) == "not decided"  # they alternate
+    lost = {"diverged_by": "loss"}  # a loss that is not finite leaves no state to take a multiplier or eta_c at
+    rows = [{"eta_over_eta_c": 0.9, "local_multiplier": 0.9, "diverged_by": ""},
+            {"eta_over_eta_c": 1.1, "local_multiplier": 1.1, "diverged_by": "multiplier loss"}, lost]
+    assert [train_charlm.boundary(rows, criterion, 24)["verdict"] for criterion in ("multiplier", "loss")] == ["holds"] * 2
+
+
+@pytest.mark.parametrize("eta", [0.3, 1.7, 2.1, 4.0])
+def test_growth_of_a_disagreement_at_consensus(eta):
+    # no mask, equal tokens: J = I - eta (I - A), A symmetrisable, so that a random disagreement grows as its leading mode
+    attn = ConsensusAttention(8, heads=1, eta=eta, beta=2.0).double().requires_grad_(False)
+    x = tokens(1, 8).repeat(6, 1)
+    modes = torch.linalg.eigvals(attention_matrix(x, 2.0)).real.sort().values[:-1]  # but the consensus
+    found = train_charlm.disagreement_growth(lambda z: attn(z, eager=True), x)
+    assert math.isclose(found, (1 - eta * (1 - modes)).abs().max().item(), rel_tol=0.01)
+
+
+def test_time_left_counts_only_what_took_time(monkeypatch, capsys):
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    progress = harness.Progress(100)
+    progress.advance("a", 50, free=True)  # done before
+    clock[0] = 20.0
+    progress.advance("b", 10)
+    assert "60/100 steps, 1.3 min left" in capsys.readouterr().out  # 2 seconds a step
+
+
+def test_no_git_and_odd_devices(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert harness.environment(torch.device("cpu"))["git"] is None
+    with pytest.raises(harness.UserError, match="cpu:abc"):
+        harness.pick_device("cpu:abc", "auto")
+
+
+def test_noise_conclusion_needs_an_amplitude():
+    run = dict(common="h", beta=0.0, own_A=False)
+    curves = lambda *verdicts: nb.conclude([dict(run, gamma=k, verdict=verdict) for k, verdict in enumerate(verdicts)])
+    (found,) = curves("rise, stays").values()
+    assert found.startswith("not decided (0 of 0")
+    (found,) = curves("rise, stays", "rise, then gone").values()
+    assert found.startswith("holds (1 of 1")
+    (found,) = curves("rise, then gone", "rise, then gone", "no rise").values()
+    assert found.startswith("does not hold (1 of 2") and "needs no gamma" in found
 
 
 def test_charlm_with_noise_trains(tmp_path, prose):
@@ -1930,7 +2030,7 @@ def test_noise_leaves_every_head_on_its_own_sphere(tmp_path, monkeypatch, prose)
 # ------------------------------------------------------------------------------------------------- data parallel
 
 def be_rank(rank, port, bad=None):
-    """What torchrun --nproc_per_node=2 tells a process, which leaves its token seeds and its last dropout seed in files.
+    """What torchrun --nproc_per_node=2 tells a process, which leaves its token seeds, last dropout seed and etas in files.
     bad: the rank whose embedding is not finite from its third batch on."""
     def spy(folder, model, *args, **options):
         seen = itertools.count()  # rank 1 evaluates nothing: these are its steps
@@ -1938,6 +2038,7 @@ def be_rank(rank, port, bad=None):
         result = train(folder, model, *args, **options)
         pathlib.Path("token_seeds").write_text(" ".join(str(noise.token_seed) for noise in model.noise))
         pathlib.Path("dropout_seed").write_text(str(torch.initial_seed()))
+        pathlib.Path("etas").write_text(str([p.tolist() for name, p in model.named_parameters() if name.endswith("attn.eta")]))
         return result
     train, harness.train = harness.train, spy
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -1963,6 +2064,16 @@ def test_one_rank_alone_diverges(tmp_path, children, prose):
     assert row["diverged"] and row["diverged_at"].startswith("step 2: loss nan")
 
 
+def test_two_ranks_clip_eta_alike(tmp_path, children, prose):
+    # each has noise of its own, and so other tokens to take lambda_max at
+    options = ["train_charlm.py", "--quick", "--dataset", prose, "--steps", "3", "--eval-every", "3", "--sample", "0", "--arms",
+               "consensus", "--eta-start", "9", "--control-every", "1", "--noise", "tangent", "--gamma", "1", "--h", "0.1"]
+    ranks = two_ranks(children, tmp_path, *options, "--out", tmp_path / "out")
+    assert [rank.returncode for rank in ranks] == [0, 0], ranks
+    etas = [json.loads((tmp_path / f"rank{rank}/etas").read_text()) for rank in (0, 1)]
+    assert etas[0] == etas[1] and max(max(layer) for layer in etas[0]) < 8  # all are clipped
+
+
 def test_two_ranks_train_as_one_process(tmp_path, children, prose):
     # gamma = 0 leaves the shared A alone: the loss is that of one process only if both ranks draw the same A, take the
     # two halves of the same batch, average over them, and hold eta, which the control clips here, to the same bound
@@ -1974,7 +2085,7 @@ def test_two_ranks_train_as_one_process(tmp_path, children, prose):
     assert "2 processes" in ranks[0].stdout and ranks[1].stdout == ranks[1].stderr == ""
     alone, shared = tmp_path / "alone", tmp_path / "shared"
     names = lambda out: sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
-    assert names(alone) == names(shared) and names(tmp_path / "rank1") == ["dropout_seed", "token_seeds"]
+    assert names(alone) == names(shared) and names(tmp_path / "rank1") == ["dropout_seed", "etas", "token_seeds"]
     assert [(tmp_path / f"rank{rank}" / "token_seeds").read_text() for rank in (0, 1)] == ["0 0 0", "1 1 1"]
     assert len({(tmp_path / f"rank{rank}" / "dropout_seed").read_text() for rank in (0, 1)}) == 2
     name = "consensus-seq32-seed0"

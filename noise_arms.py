@@ -290,12 +290,12 @@ def draw(out, rows, table, label, metric, theory):
         axes[0].plot(flops, row["loss_curve"], style, lw=1, label=arm)
         axes[1].plot(row["entropy_by_layer"], style, marker=".", label=arm)
     axes[0].axhline(theory["loss"], color="0.6", lw=1, label="blind: entropy of the targets")
-    axes[1].axhline(theory["entropy"], color="0.6", lw=1, label="log min(tokens, d), the most there is")
+    most = axes[1].axhline(theory["entropy"], color="0.6", lw=1, label="log min(tokens, d), the most there is")
     axes[0].set(xlabel="training FLOPs", ylabel="training loss (nats, mean of 10 steps)")
     axes[1].set(xlabel="layer", ylabel="cosine entropy (nats)")
     done = [line for line in table if line[metric] is not None]
     lines = {}  # one for each arm and h, against gamma: a sweep has several points on each
-    for line in done:
+    for line in sorted(done, key=lambda line: line["h"] or 0):
         lines.setdefault((line["arm"], line["h"]), []).append(line)
     if len(done) == len(lines):
         axes[2].errorbar(range(len(done)), [line[metric] for line in done], [line[metric + "_sd"] or 0 for line in done], fmt="ko",
@@ -312,5 +312,5 @@ def draw(out, rows, table, label, metric, theory):
         axes[2].set(xlabel="gamma", xscale="log")
         axes[2].legend(fontsize=5)
     axes[2].set(ylabel=f"{label} (mean{' and s.d.' if len(done) == len(lines) else ''} over seeds)")
-    axes[0].legend(fontsize=7), axes[1].legend(fontsize=7)
+    axes[0].legend(fontsize=7), axes[1].legend(handles=[most], fontsize=7)
     harness.save_figure(figure, out / f"{metric}.png")

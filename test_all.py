@@ -1973,8 +1973,22 @@ def test_growth_of_a_disagreement_at_consensus(eta):
     attn = ConsensusAttention(8, heads=1, eta=eta, beta=2.0).double().requires_grad_(False)
     x = tokens(1, 8).repeat(6, 1)
     modes = torch.linalg.eigvals(attention_matrix(x, 2.0)).real.sort().values[:-1]  # but the consensus
-    found = train_charlm.disagreement_growth(lambda z: attn(z, eager=True), x)
+    found = train_charlm.disagreement_growth(lambda z: attn(z, eager=True), x, heads=1)
     assert math.isclose(found, (1 - eta * (1 - modes)).abs().max().item(), rel_tol=0.01)
+
+
+def test_transients_are_not_growth():
+    # a causal mask: J is far from normal and outgrows its eigenvalues, but at eta <= 1 no diameter grows; above eta_c it does
+    x = unit(tokens(1, 2, 8)).flatten(-2).repeat(128, 1)
+    heads = x.unflatten(-1, (2, 8)).transpose(0, 1)
+    keep = attention_matrix(heads, 8.0, causal=True).diagonal(dim1=-2, dim2=-1)[:, 1:]  # A_ii off the first token
+    found = {}
+    for eta in (0.05, 1.0, 1.1 * 2 / (1 - keep).max().item()):
+        attn = ConsensusAttention(16, heads=2, eta=eta, beta=8.0, causal=True).double().requires_grad_(False)
+        found[eta] = train_charlm.disagreement_growth(lambda z: attn(z, eager=True), x, heads=2)
+        assert found[eta] > (1 - eta * (1 - keep)).abs().max()
+    low, one, high = found.values()
+    assert low < 1 and one < 1 < high
 
 
 def test_time_left_counts_only_what_took_time(monkeypatch, capsys):

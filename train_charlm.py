@@ -110,18 +110,21 @@ def validation_loss(model, ids, seq, device, blocks=None):
     return total / len(starts)
 
 
-def disagreement_growth(update, x, steps=200):
-    """Growth per application of update's derivative J at x (n, d), the token mean removed each time: a random disagreement's
-    mean over the second half of `steps` applications, as in rope_consensus.growth.
+def disagreement_growth(update, x, heads, steps=200):
+    """Growth per application of update's derivative J at equal tokens x (n, d): that of a random disagreement's diameter, the
+    largest of any head's, mean over the second half of `steps` applications.
 
     Not rope_consensus.local_multiplier: a causal mask makes J so far from normal that Arnoldi's iteration does not converge
-    at these lengths, and that a disagreement outgrows J's eigenvalues for hundreds of steps.
+    at these lengths, and that a disagreement outgrows J's eigenvalues for hundreds of steps. But the diameter of a bare head
+    with eta <= 1 never grows, since each token becomes a mean of the tokens: above 1 is no transient of a stable step.
     """
     v, logs = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype), []
     for _ in range(steps + 1):
         v = v - v.mean(-2, keepdim=True)
-        logs.append(v.norm().log())
-        v = torch.func.jvp(update, (x,), (v / v.norm(),))[1]
+        by_head = v.unflatten(-1, (heads, -1)).transpose(-2, -3)
+        diameter = torch.cdist(by_head, by_head, compute_mode="donot_use_mm_for_euclid_dist").max()
+        logs.append(diameter.log())
+        v = torch.func.jvp(update, (x,), (v / diameter,))[1]
     return torch.stack(logs[-(steps // 2):]).mean().exp().item()
 
 
@@ -138,7 +141,7 @@ def at_consensus(model, ids):
         x = rope_consensus.unit(rows.mean(0, keepdim=True)).flatten(-2).repeat(ids.shape[1], 1)  # (T, d), equal rows
         attn.control(x, act=False)
         found.append({"layer": layer, "lambda_max": attn.lam.max().item(),
-                      "multiplier": disagreement_growth(lambda z: attn(z, eager=True), x)})
+                      "multiplier": disagreement_growth(lambda z: attn(z, eager=True), x, attn.heads)})
     return found
 
 

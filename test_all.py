@@ -3569,11 +3569,51 @@ def test_geometry_cliff_and_growth_readings():
     logs = np.log(np.array([[20.0], [20], [20], [400]]))
     assert context_horizon.steepest(logs, lengths) == (32, 48, pytest.approx(20))
     assert context_horizon.longest(logs, lengths, 100) == 32 and context_horizon.longest(logs, lengths, 10) == 0
+    assert context_horizon.below_prefix([(1, 0), (2, 8), (3, 12), (4, 32), (5, 32), (6, 32)], 32) == [
+        (2, 8), (3, 12), (4, 32)]
+    assert context_horizon.below_prefix([(1, 8), (2, 12)], 32) == [(1, 8), (2, 12)]
     x = np.linspace(0, 1, 8)
     exponential, linear = context_horizon.fit_growth(x, 5 * np.exp(4 * x))
     assert exponential < linear - 2
     exponential, linear = context_horizon.fit_growth(x, 5 + 100 * x)
     assert linear < exponential - 2
+    # both fits at their least squares in n; oracle: b by brute force, the best a for each b in closed form
+    n = np.array([8, 8, 12, 12, 16, 16, 24, 48.0])
+    rise = np.exp(np.linspace(-2, 20, 20_001)[:, None] * x)
+    fit = rise * (rise @ n / (rise ** 2).sum(1))[:, None]
+    exponential, linear = context_horizon.fit_growth(x, n)
+    assert exponential == pytest.approx(8 * math.log(((fit - n) ** 2).mean(1).min()) + 4, abs=1e-4)
+    assert linear == pytest.approx(8 * math.log(np.var(n) * (1 - np.corrcoef(x, n)[0, 1] ** 2)) + 4)
+
+
+# a tokenizer that opens each text with a token of its own, as Gemma's does: it opens every input, and no input holds a
+# second one. catches: noise without it, text after noise with one in the middle or scored on other tokens
+def test_geometry_context_inputs_open_as_the_tokenizer_does(g2_cache, tmp_path, monkeypatch):
+    load, run, opening, seen = models.load, context_horizon.run, 255, []
+
+    def opened(args):
+        model = load(args)
+        encode = model.encode
+        model.encode = lambda text: torch.cat([torch.tensor([opening]), encode(text).long()])
+        return model
+
+    def watched(model, ids, **kw):
+        out = run(model, ids, **kw)
+        seen.append((ids, out[0]))
+        return out
+
+    monkeypatch.setattr(models, "load", opened)
+    monkeypatch.setattr(context_horizon, "run", watched)
+    g2_run(context_horizon, ["--quick", "--out", str(tmp_path)], g2_cache, monkeypatch)
+    assert all((ids[:, 0] == opening).all() and (ids == opening).sum() == len(ids) for ids, _ in seen)
+    numbers = json.loads((tmp_path / "context_horizon-micro-quick.json").read_text())["numbers"]
+    tails = {}                                                                       # text after m of noise: 33 or m + 32
+    for ids, losses in seen:
+        if ids.shape[1] in (33, 40, 48):
+            tails[ids.shape[1]] = ids[:, -32:]
+            m = {33: "0"}.get(ids.shape[1], str(ids.shape[1] - 32))
+            assert numbers["text_after_noise"][m] == pytest.approx(losses[:, -31:].mean(1).tolist())
+    assert tails[33].equal(tails[40]) and tails[33].equal(tails[48])
 
 
 @pytest.mark.parametrize("script", (rope_recurrence, identities, context_horizon, ness_vortex),

@@ -18,8 +18,9 @@ r"""Is there a critical context length? The paper's noise haystack, with the pre
 The paper does not say how a haystack of uniform noise scores PPL 23 at N <= 32. Text before the noise does it, and
 then the cliff is where the text ends: tried with P = 16, 32, 64, 128. Two interventions ask whether the sink is the
 cause: scale all logits but hold c₀ at its unscaled value, and remove the first token from attention at full scale
-(control: remove another). Perplexities at all N come from one causal pass. The paper's threshold PPL < 500 is V^0.52
-for its vocabulary of 151,936; here V^0.52. d_h is read from the weights: hidden size / heads, as the paper's Table 10
+(control: remove another). Every input opens as the tokenizer opens a text: Gemma's <bos> is its sink, and a second one
+would reset it. Perplexities at all N come from one causal pass. The paper's threshold PPL < 500 is V^0.52 for its
+vocabulary of 151,936; here V^0.52. d_h is read from the weights: hidden size / heads, as the paper's Table 10
 has it, is not d_h for Qwen3 and Gemma 3. Their query and key norms also make |W_Q||W_K| no measure of the logits:
 Eq. 47 is evaluated there as printed.
 Source: the paper's Section VI.5, Tables 10 and 11, Eq. 47.
@@ -32,7 +33,7 @@ import math
 import numpy as np
 import torch
 import torch.nn.functional as F
-from scipy import stats
+from scipy import optimize, stats
 
 import models
 
@@ -105,13 +106,20 @@ def longest(log_ppl, lengths, threshold):
     return below[-1] if below else 0
 
 
+def below_prefix(points, prefix):
+    """(x, N_max) with N_max > 0, up to the first that reaches the prefix: from there on its length is the answer."""
+    points = [(x, n) for x, n in points if n > 0]
+    first = next((i for i, (_, n) in enumerate(points) if n >= prefix), len(points))
+    return points[:first + 1]
+
+
 def fit_growth(x, n):
-    """AIC of n ~ a exp(b x) (fitted to ln n) and n ~ a + b x (to n), residuals both in n; the smaller, the better."""
-    x, n = np.array(x), np.array(n, float)
-    exponential = np.exp(np.polyval(np.polyfit(x, np.log(n), 1), x))
-    linear = np.polyval(np.polyfit(x, n, 1), x)
-    score = lambda fit: len(n) * math.log(max(((n - fit) ** 2).mean(), 1e-9)) + 4  # noqa: E731
-    return score(exponential), score(linear)
+    """AIC of n ~ a exp(b x) and of n ~ a + b x, both by least squares in n; the smaller, the better."""
+    x, n = np.array(x, float), np.array(n, float)
+    b, log_a = np.polyfit(x, np.log(n), 1)                                           # where the search starts
+    exponential = optimize.least_squares(lambda p: np.exp(p[0] + p[1] * x) - n, (log_a, b)).fun
+    linear = np.polyval(np.polyfit(x, n, 1), x) - n
+    return tuple(len(n) * math.log(max((r ** 2).mean(), 1e-9)) + 4 for r in (exponential, linear))
 
 
 def stable_rank(w):
@@ -179,7 +187,8 @@ def main():
     pieces = [model.encode(corpus[s:s + 12 * n])[:n] for s in starts]
     if min(map(len, pieces)) < n:
         raise models.UserError(f"{model.name} makes fewer than {n} tokens of {12 * n} characters of text")
-    text, noise = torch.stack(pieces), model.random_tokens(seeds, n, seed=args.seed)
+    text, start = torch.stack(pieces), model.encode("").long()                        # start: <bos>, or nothing
+    noise = torch.cat([start.expand(seeds, -1), model.random_tokens(seeds, n, seed=args.seed)], 1)[:, :n]
     order = torch.from_numpy(rng.permuted(np.tile(np.arange(1, n), (seeds, 1)), axis=1))
     inputs = {"noise": noise, "text": text, "text in random order": torch.cat([text[:, :1], text.gather(1, order)], 1)}
     inputs |= {f"{p} of text, then noise": torch.cat([text[:, :p], noise[:, p:]], 1) for p in prefixes}
@@ -203,16 +212,18 @@ def main():
                  [(k, *(f"{math.exp(v[lengths.index(m)].mean()):.3g}" for m in show), f"{found[k][0]} -> {found[k][1]}",
                    f"{found[k][2]:.2f}") for k, v in logs.items()])
 
-    # text after a haystack of noise: the loss on 32 tokens of text, alone
+    # text after a haystack of m tokens, <bos> among them: the loss on 31 tokens of text, alone
     after = {}
     for m in [0] + [m for m in (8, 16, 32, 48, 64, 128, 256, 480) if m <= n - 32]:
-        losses, _ = run(model, torch.cat([noise[:, :m], text[:, :32]], 1))
-        after[m] = losses[:, m:].mean(1).tolist() if m else losses.mean(1).tolist()
+        before = noise[:, :max(m, len(start))]
+        losses, _ = run(model, torch.cat([before, text[:, len(start):len(start) + 32]], 1))
+        after[m] = losses[:, before.shape[1]:].mean(1).tolist()
     models.table("Perplexity of 32 tokens of text after N of noise", [f"N={m}" for m in after],
                  [[f"{math.exp(np.mean(v)):.3g}" for v in after.values()]])
 
     # 2. logit scaling
-    main_input = f"{32 if 32 in mixed else prefixes[-1]} of text, then noise"
+    prefix = 32 if 32 in mixed else prefixes[-1]
+    main_input = f"{prefix} of text, then noise"
     sweep = {name: {} for name in (main_input, "text")}
     for name, a in [(main_input, a) for a in alphas] + [("text", a) for a in TEXT_ALPHAS]:
         losses, sink = passes[name] if a == 1 else run(model, inputs[name], scale=a ** 2)
@@ -239,8 +250,10 @@ def main():
     falls = [sweep[main_input][a]["sink_last"][-1] for a in alphas]
     null_sink = scaled_random_sink(rng, alphas, n, min(max(falls[-1], 2 / n), 0.99))
     monotone = lambda v: all(y >= x - 0.01 for x, y in zip(v, v[1:]))  # noqa: E731
-    points = [(a ** 2, s["n_max"]) for a, s in sweep[main_input].items() if s["n_max"] > 0]
-    growth = fit_growth(*zip(*points)) if len(points) > 3 else (math.nan, math.nan)
+    points = below_prefix([(a ** 2, s["n_max"]) for a, s in sweep[main_input].items()], prefix)
+    distinct = sorted({m for _, m in points})
+    growth = fit_growth(*zip(*points)) if len(distinct) > 3 else (math.nan, math.nan)
+    reach = {p: longest(logs[f"{p} of text, then noise"], lengths, threshold) for p in prefixes}
 
     # 3. is the sink the cause?
     base = on_text["log_ppl"][-1]
@@ -270,7 +283,10 @@ def main():
 
     # a sink at full scale, beyond the uniform 1/N
     sunk = falls[-1] > 3 / n
-    found_causes = [r["rescued"] for r in rescue if not math.isnan(r["rescued"])]
+    # shares of a collapse that are the sink's: undone by holding it; had at full scale by hiding it
+    collapse = rescue[0]["scaled"]
+    shares = [r["rescued"] for r in rescue] + [(removed[0] - removed[4]) / collapse if collapse > 0.5 else math.nan]
+    shares = [v for v in shares if not math.isnan(v)]
     at_prefix = [p for p, (ours, _) in jump.items() if ours[0] == p]
     floor = float(np.exp(logs["noise"].mean(1).min()))
     shuffle_ppl = math.exp(float(logs["text in random order"][-1].mean() - logs["text"][-1].mean()))
@@ -322,21 +338,25 @@ def main():
              would_change="random logits that keep their sink"),
         dict(claim="losing the sink's mass causes the collapse", paper="direct causal link",
              theory="holding c0 rescues; removing the sink collapses",
-             ours="; ".join(f"alpha {r['alpha']}: {r['scaled']:+.2f} let go, {r['held']:+.2f} held" for r in rescue),
-             null=f"token hidden at full scale: first {removed[0]:+.2f}, fifth {removed[4]:+.2f}",
-             verdict=("not decided" if not sunk or not found_causes else "holds" if min(found_causes) > 0.5 else
-                      "does not hold" if max(found_causes) < 0.5 else "not decided"),
-             rule="not decided without a sink (c0 < 3/N); over the alphas where ln PPL rises by 0.5: holds if holding "
-             "c0 undoes more than half at each, does not hold if less than half at each",
-             would_change="a rescue of more than half"),
+             ours="; ".join(f"alpha {r['alpha']}: {r['scaled']:+.2f} let go, {r['held']:+.2f} held" for r in rescue)
+             + f"; first token hidden at full scale: {removed[0]:+.2f}",
+             null=f"fifth token hidden: {removed[4]:+.2f}",
+             verdict=("not decided" if not sunk or not shares else "holds" if min(shares) > 0.5 else
+                      "does not hold" if max(shares) < 0.5 else "not decided"),
+             rule="not decided without a sink (c0 < 3/N); shares: of each rise of ln PPL above 0.5 when logits shrink, "
+             "what holding c0 undoes; of that at alpha 0.3, what hiding the first token, less hiding the fifth, brings "
+             "at full scale; holds if all are above half, does not hold if all are below",
+             would_change="a share above half"),
         dict(claim="N_max grows exponentially in alpha^2",
-             paper="30.2 exp(0.09 alpha^2 |WQ||WK|), no test against linear",
-             theory="Eq. 47", ours=f"AIC exponential {growth[0]:.1f}, linear {growth[1]:.1f} ({len(points)} points)",
-             null=f"largest N_max {max(s['n_max'] for s in sweep[main_input].values())} at {main_input}",
+             paper="30.2 exp(0.09 alpha^2 |WQ||WK|), no test against linear", theory="Eq. 47",
+             ours=f"N_max up to the prefix: {', '.join(map(str, distinct))} ({len(points)} points)"
+             + (f"; AIC exponential {growth[0]:.1f}, linear {growth[1]:.1f}" if len(distinct) > 3 else ""),
+             null="at alpha = 1: " + ", ".join(f"P = {p}: N_max {m}" for p, m in reach.items()),
              verdict="not decided" if not abs(growth[0] - growth[1]) > 2 else
              "holds" if growth[0] < growth[1] else "does not hold",
-             rule="by AIC of the two fits, a difference above 2",
-             would_change="more values of N_max than the grid's steps"),
+             rule="points up to the first N_max that reaches the prefix; not decided with fewer than four values of "
+             "N_max; then by AIC of the two least-squares fits in N_max, a difference above 2",
+             would_change="an N_max that moves with alpha below the prefix, or does not move with the prefix"),
         dict(claim="Eq. 47 bounds the context", paper="115, 1 and 1 with d_eff; 1e14 to 1e71 with d_head",
              theory="upper bound on N",
              ours=f"median e^{med('ln_bound'):.1f}; below {n} in {len(broken)} of {len(holders)} heads with a sink at "
@@ -395,8 +415,8 @@ def main():
         dict(log_ppl={k: v.tolist() for k, v in logs.items()}, steepest=found,
              mixing={p: v.tolist() for p, v in mixed.items()},
              mixing_error=mixing_error, text_after_noise=after, sweep=sweep, correlation=sync, null_sink=null_sink,
-             growth=growth,
-             removed=removed, rescue=rescue, heads=heads, key_dimension=keys), claims, figure)
+             growth=dict(points=points, aic=growth, n_max_by_prefix=reach),
+             removed=removed, rescue=rescue, sink_shares=shares, heads=heads, key_dimension=keys), claims, figure)
 
 
 if __name__ == "__main__":

@@ -3312,6 +3312,21 @@ def test_geometry_papers_estimators_call_a_random_walk_a_vortex():
     smooth = math.pi * (np.arange(2001) + 0.5) / 2001                                # dimension -> infinity
     step = ness_vortex.increments(np.stack([np.cos(smooth), np.cos(2 * smooth) / 2], 1))
     assert abs(step.mean()) / step.std() == pytest.approx(ness_vortex.RANDOM_WALK_T, rel=0.01)
+    # the sign of its circulation is that of its components' signs: negative if they start positive, int = -10/3 AB
+    assert all(r["sign"]["start"] == "-" for r in rows)
+    uneven = ness_vortex.random_walk(rng, 300, 50) / np.arange(1, 51) ** 2
+    assert ness_vortex.paper_statistics(uneven)["pc1"] > 0.8                         # not 61%: that is isotropic noise
+    path, got = np.stack([np.cos(smooth), np.cos(2 * smooth) / 2], 1), []
+    for flip in itertools.product((1, -1), repeat=2):
+        got.append(ness_vortex.paper_statistics(path * flip))
+        assert abs(got[-1]["gamma"]) == pytest.approx(5 / 3, rel=1e-3)
+        assert got[-1]["sign"]["solver"] == ("-" if got[-1]["gamma"] < 0 else "+") and got[-1]["sign"]["start"] == "-"
+    assert {g["sign"]["solver"] for g in got} == {"-", "+"}                           # the same path, mirrored
+    for path in rng.standard_normal((8, 40, 3)):                                     # oracle: SVD, signed by hand
+        score = np.multiply(*np.linalg.svd(path - path.mean(0), full_matrices=False)[:2])[:, :2]
+        score /= np.sign([max(column, key=abs) for column in score.T])
+        area = (score[:-1, 0] * score[1:, 1] - score[:-1, 1] * score[1:, 0]).sum()
+        assert ness_vortex.paper_statistics(path)["sign"]["largest"] == ("-" if area < 0 else "+")
 
 
 # catches: a transposed drift, S without the discrete term, a current of the wrong sign or size
@@ -3367,6 +3382,12 @@ def test_geometry_exact_hessian_and_covariance(g2_sandbox):
                                                                                     problem.label[rows[i:i + 1]]),
                                                              w) for i in range(40)])
     assert np.allclose(np.cov(single.numpy().T), cov.numpy(), atol=1e-12)
+    # labels as the model's own probabilities: H is the Fisher matrix, here by one gradient a class
+    soft = problem.logits(w, problem.x[rows], problem.y[rows]).softmax(-1)
+    each = torch.func.vmap(torch.func.grad(problem.loss), (None, 0, 0))(
+        w, rows.repeat_interleave(27)[:, None], torch.arange(27).repeat(40)[:, None]) - 1e-2 * w
+    fisher = (each * soft.flatten()[:, None]).T @ each / 40
+    assert (problem.moments(w, rows, soft)[1] - fisher).abs().max() < 1e-12
     # G = H in population when labels come from the model itself (Bartlett), and not for uniform labels
     many = torch.arange(400).repeat(20)
     own = problem.moments(w, many, problem.own_labels(w, many, gen))
@@ -3461,7 +3482,7 @@ def test_geometry_vortex_on_a_slice_end_to_end(g2_cache, tmp_path, monkeypatch):
     monkeypatch.setattr(ness_vortex, "SMALL", 0)
     g2_run(ness_vortex, ["--quick", "--out", str(tmp_path)], g2_cache, monkeypatch)
     result = json.loads((tmp_path / "ness_vortex-micro-quick.json").read_text())
-    assert len(result["claims"]) == 5 and {c["verdict"] for c in result["claims"]} <= VERDICTS
+    assert len(result["claims"]) == 6 and {c["verdict"] for c in result["claims"]} <= VERDICTS
     assert result["protocol"]["exact"]["tracked"] == result["numbers"]["runs"]["SGD"]["coordinates"] == 16
     assert all(0 < r["block_p"] <= 1 for r in result["numbers"]["runs"].values())
 
@@ -3494,29 +3515,31 @@ def test_geometry_u_statistic_is_unbiased_and_norms_are_not():
     assert np.mean([ness_vortex.u_statistic(sample(g, other, 8, rows=400))["t"] > 3 for _ in range(20)]) > 0.9
 
 
-# a quadratic loss, for which the linear theory is exact: SGD's own slope is 1 within its error, and SGD minus the linear
-# process on the same batches is 0 to rounding. catches: a current of the wrong sign, size or planes, a biased control
-def test_geometry_circulation_slope_is_one_where_the_theory_is_exact():
+# a quadratic loss, for which the linear theory is exact: SGD and the linear process are one to rounding, and within
+# their error of 1, or of 0 for the second labels, whose noise commutes with H.
+# catches: a current of the wrong sign, size or planes, a control with another drift or other batches
+def test_geometry_circulation_slope_where_the_theory_is_exact():
     class Quadratic:
         decay, label = 0.5, torch.zeros(300, dtype=torch.long)
-        x = torch.randn(300, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).cumsum(1)
         bend = torch.diag(torch.tensor([1.0, 2, 4, 8], dtype=torch.float64))
+        x = torch.randn(300, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).cumsum(1)
+        x = x - x.mean(0)                                                             # the minimum: w = 0
+        x = torch.stack([x, x @ torch.linalg.inv(torch.linalg.cholesky(torch.cov(x.T))).T], 1)          # by label
 
         def loss(self, w, rows, label):
-            apart = w.unsqueeze(-2) - self.x[rows]
+            apart = w.unsqueeze(-2) - self.x[rows, label]
             return ((apart @ self.bend) * apart).sum(-1).mean(-1).sum() / 2 + self.decay / 2 * w.square().sum()
 
         def own_labels(self, w, rows, generator):
-            return self.label[rows]
+            return torch.ones_like(rows)
 
     p = Quadratic()
-    p.x = p.x - p.x.mean(0)                                                           # the minimum: w = 0
-    measure = lambda own: ness_vortex.circulation_slope(p, torch.zeros(4, dtype=torch.float64), p.bend, 0.02, 4,  # noqa
-                                                        64, 600, 100, 4, own, 0)
-    slope, error = measure(own=True)
-    assert abs(slope - 1) < 4 * error and error < 0.1
-    slope, error = measure(own=False)
-    assert abs(slope - 1) < 1e-9 and error < 1e-9
+    for own in (False, True):
+        got = ness_vortex.circulation_slope(p, torch.zeros(4, dtype=torch.float64), p.bend, p.bend, 0.02, 4, 64, 600,
+                                            100, 4, own, 0)
+        for name in ("sgd", "linear"):
+            assert abs(got[name][0] - (1 - own)) < 4 * got[name][1] and got[name][1] < 0.1
+        assert abs(got["slope"][0] - (1 - own)) < 1e-9 and got["slope"][1] < 1e-9
 
 
 # catches: a symmetry missed or counted twice, a rank read from G's squared singular values

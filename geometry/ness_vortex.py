@@ -16,8 +16,8 @@ A norm is positive whether or not its population value is zero, so t of "mean no
     U = ⟨[G₁, H₂], [G₃, H₄]⟩   from four independent batches: unbiased for ‖[G, H]‖²
     block areas: a plane fitted on the first half of a run; areas, each about its block's first point, on the second.
     Time reversal flips an area's sign, so under detailed balance its mean is zero.
-    SGD's current in H's stiff directions over the linear SDE's, with that SDE, driven by the same batches, as control:
-    exactly 1 for a quadratic loss; at finite steps the loss is not, and what is missing shrinks with η/B.
+    SGD's current in H's stiff directions over the linear SDE's exact one. That SDE, driven by the same batches, takes
+    the noise off, once it is itself seen to meet 1 (own labels: 0); what SGD then lacks of 1 shrinks with η/B.
 
     symbol     variable        shape
     w          path            (T, D) snapshots of tracked weights

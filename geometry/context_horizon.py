@@ -26,7 +26,7 @@ Eq. 47 is evaluated there as printed.
 Source: the paper's Section VI.5, Tables 10 and 11, Eq. 47.
 
     python geometry/context_horizon.py                    # micro: 10 seconds on two CPU cores, once it is trained
-    python geometry/context_horizon.py --model smollm2    # 6 minutes of one CPU core
+    python geometry/context_horizon.py --model smollm2    # 5 minutes of one CPU core
 """
 import math
 

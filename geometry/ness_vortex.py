@@ -33,7 +33,7 @@ real text. SGD's circulation and the gauge count need millions of gradients or a
 
 Source: the paper's Section VI.6. Ours is shorter: its 50,000 steps with 5,001 snapshots are --steps here.
 
-    python geometry/ness_vortex.py                    # about 3 minutes on two CPU cores, once micro is trained
+    python geometry/ness_vortex.py                    # 6 minutes of one CPU core, once micro is trained
     python geometry/ness_vortex.py --model smollm2    # 5 minutes of one CPU core
     python geometry/ness_vortex.py --quick            # seconds
 """

@@ -36,17 +36,19 @@ class UserError(Exception):
     """One clear line for the user: what was wrong and what to do."""
 
 
-def run_main(main):
-    """main(); what the user can mend as one line on stderr and exit code 2, Ctrl-C with 130; --debug shows tracebacks."""
+def run_main(main, smaller="--batch, --seq, --dim or --layers",
+             again="go on with the same command and --resume --out FOLDER"):
+    """main(); what the user can mend as one line on stderr and exit code 2, Ctrl-C with 130; --debug shows tracebacks.
+    smaller, again: the script's way out of too little memory, and of Ctrl-C."""
     try:
         main()
     except (UserError, OSError, RuntimeError, KeyboardInterrupt) as error:
         full = isinstance(error, RuntimeError)  # what torch raises where there is not enough memory
         if "--debug" in sys.argv or full and "memory" not in str(error):
             raise
-        line = "error: out of memory: take a smaller --batch, --seq, --dim or --layers" if full else f"error: {error}"
+        line = f"error: out of memory: take a smaller {smaller}" if full else f"error: {error}"
         if interrupted := isinstance(error, KeyboardInterrupt):
-            line = str(error) or "interrupted: go on with the same command and --resume --out FOLDER"
+            line = str(error) or f"interrupted: {again}"
         say_last(line)
         sys.exit(130 if interrupted else 2)  # 130: 128 + SIGINT, what a shell expects
     if WORLD > 1:

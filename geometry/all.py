@@ -1,8 +1,9 @@
 """Runs the seven tests of this folder on one model and prints one table, claim by claim, of every result there is.
 
 Each test runs as its own process and writes its own JSON; the table is read back from those files, for all models found
-in --out, and goes to summary.json and, in a full run into the default folder, between the markers in README.md. No
-number is typed. A test that fails is named and the others go on; exit code 1 then.
+in --out, and goes to summary.json (with --quick, from quick results to summary-quick.json) and, in a full run into the
+default folder, between the markers in README.md. No number is typed. A test that fails is named and the others go on;
+exit code 1 then.
 
     python geometry/all.py                          # all seven on micro: about 5 minutes on two CPU cores
     python geometry/all.py --model smollm2          # the five that need a model
@@ -29,7 +30,7 @@ def run_tests(args, tests):
     for test in tests:
         command = [sys.executable, str(HERE / f"{test}.py"), "--out", str(args.out), "--seed", str(args.seed)]
         command += ["--quick"] * args.quick + ["--debug"] * args.debug
-        for flag in () if test in NO_MODEL else ("model", "data_dir"):
+        for flag in () if test in NO_MODEL else ("model", "dtype", "data_dir"):
             if getattr(args, flag) is not None:
                 command += [f"--{flag.replace('_', '-')}", str(getattr(args, flag))]
         if args.threads is not None:
@@ -59,7 +60,7 @@ def summarise(found):
     """One row a claim: test, claim, and what each model's result says of it."""
     rows = []
     for test, by_model in found.items():
-        order = sorted(by_model, key=lambda m: (m != "analytic", not m.startswith("micro"), m))
+        order = sorted(by_model, key=lambda m: (m != "analytic", m != "micro", m))
         for claim in dict.fromkeys(c["claim"] for m in order for c in by_model[m]["claims"]):
             rows.append(dict(test=test, claim=claim, models={
                 m: {k: c[k] for k in ("paper", "theory", "ours", "null", "verdict", "rule", "would_change")}
@@ -99,7 +100,7 @@ def fill(path, text):
 
 
 def main():
-    p = models.parser(__doc__)
+    p = models.parser(__doc__, dtype=None)
     default_out = p.get_default("out")
     p.add_argument("--only", nargs="+", choices=TESTS, metavar="TEST", help=f"some of {', '.join(TESTS)}")
     p.add_argument("--collect", action="store_true", help="run nothing, read the results that are there")
@@ -111,10 +112,11 @@ def main():
         raise models.UserError(f"no results in {args.out}: run without --collect first")
     rows = summarise(found)
     models.table("All claims", ("test", "claim", "verdict"), [(r["test"], r["claim"], verdicts(r)) for r in rows])
-    models.write_json(args.out / "summary.json", dict(
+    path = args.out / f"summary{'-quick' * args.quick}.json"
+    models.write_json(path, dict(
         claims=rows, sources={t: {m: dict(seed=r["seed"], torch=r["torch"]) for m, r in v.items()} for t,
                               v in found.items()}))
-    print(f"\nwrote {Path(args.out) / 'summary.json'}")
+    print(f"\nwrote {path}")
     if args.out == default_out and not args.quick:
         fill(HERE / "README.md", markdown(rows))
         print(f"wrote the table in {HERE / 'README.md'}")

@@ -51,7 +51,8 @@ from torch.overrides import TorchFunctionMode
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # harness.py lives one floor down, at the top of the repository
 from data import CACHE, load_text  # noqa: E402,F401
-from harness import Parser, UserError, figure_axes, folder, number, run_main, write_json, writing  # noqa: E402,F401
+import harness  # noqa: E402
+from harness import Parser, UserError, figure_axes, folder, number, write_json, writing  # noqa: E402,F401
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt2")
 GGUF_FAMILIES = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gpt2")  # mistral files call themselves llama
@@ -436,11 +437,11 @@ def load_micro(quick, dtype, seed, data_dir):
             with open(part, "wb") as file:
                 torch.save(net.state_dict(), file)
             part.replace(path)  # whole, or not at all
-    name, sha = "micro-quick" if quick else "micro", checksum(net)
+    sha = checksum(net)
     net = net.eval().to(dtype)
     tied = net.embed_tokens.weight.detach()
     model = Model(
-        name, [take_apart_llama(layer, i, net, net.rotary) for i, layer in enumerate(net.layers)],
+        "micro", [take_apart_llama(layer, i, net, net.rotary) for i, layer in enumerate(net.layers)],
         tied, tied, rms(net.norm), shape.context,
         lambda s: torch.tensor(list(s.encode())), data.unique().long(),
         about=dict(source=f"trained here on {text.name}, bytes", shape=shape._asdict(), train_seed=seed, sha256=sha,
@@ -613,12 +614,14 @@ def parser(doc, dtype="float64"):
     p = Parser(doc)
     p.add_argument("--model", default="micro", metavar="NAME",
                    help="micro (default, trained here), smollm2, gemma3, gpt2, a hub name, a folder, a .gguf file")
-    p.add_argument("--dtype", default=dtype, choices=("float32", "float64"), help=f"of all sums (default {dtype})")
+    p.add_argument("--dtype", default=dtype, choices=("float32", "float64"),
+                   help=f"of all sums (default {dtype or 'that of each test'})")
     p.add_argument("--quick", action="store_true", help="a few seconds: a tiny micro and a small protocol; for tests")
     p.add_argument("--out", type=folder, default=ROOT / "results" / "geometry", help="folder of the JSON and the figure")
     p.add_argument("--data-dir", type=Path, help="folder with the text that micro is trained on")
     p.add_argument("--threads", type=number(int, low=1), help="CPU threads (default: torch's choice)")
-    p.add_argument("--seed", type=number(int, low=0), default=0, help="of every random draw, micro's too (default 0)")
+    p.add_argument("--seed", type=number(int, low=0, high=2 ** 31), default=0,
+                   help="of every random draw, micro's too (default 0)")
     p.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return p
 
@@ -656,20 +659,24 @@ def table(title, header, rows):
 
 
 def report(args, model, test, source, protocol, numbers, claims, figure):
-    """Prints the claims and writes <out>/<test>-<model>.json and .png.
+    """Prints the claims and writes <out>/<test>-<model>.json and .png; -quick.json and .png for a quick run.
 
     claims: dicts of claim, paper, theory, ours, null, verdict (short strings, the table's columns), rule (how the
     verdict follows from the numbers) and would_change (what would have changed it). figure(path) draws.
     """
     columns = ("claim", "paper", "theory", "ours", "null", "verdict")
     table(f"{source}, {model.name}", columns, [[c[k] for k in columns] for c in claims])
-    stem = args.out / f"{test}-{model.name}"
+    stem = args.out / f"{test}-{model.name}{'-quick' * args.quick}"
     write_json(f"{stem}.json", dict(
         test=test, source=source, model=model.name, about=model.about, dtype=args.dtype, seed=args.seed,
         quick=args.quick, torch=torch.__version__, protocol=protocol, claims=claims, numbers=numbers))
     with writing(f"{stem}.png"):
         figure(f"{stem}.png")
     print(f"\nwrote {stem}.json and .png")
+
+
+def run_main(main):
+    harness.run_main(main, smaller="--model or --quick", again="start it again")
 
 
 if __name__ == "__main__":

@@ -110,6 +110,9 @@ def main():
     last = len(model.blocks) - 1
     n, b = args.length or (32 if args.quick else 128), 3
     layers = models.spread_layers(min(2, last), last, 8 if last >= 16 else 6)
+    if len(layers) < 2:
+        raise models.UserError(f"torsion compares the layers from the third on with the last: {model.name} has "
+                               f"{last + 1} blocks, take a model of 4 or more")
     alphas = (1.0, 0.1, 0.01, 1e-3, 1e-5) if args.quick else ALPHAS
     count = min(16, n)
     positions = [(i + 1) * n // count - 1 for i in range(count)]  # evenly spaced, the last token included
@@ -194,7 +197,8 @@ def main():
     median, last_median = cos[interior].median().item(), rows[-1]["median"]
     chance = random[interior].median().item()
     own = (cos[interior] > other[interior]).double().mean().item()
-    bar = max(0.5, 5 * chance)
+    bar, half = max(0.5, 5 * chance), 0.5 * (median - chance)
+    gain = min(seeds) - max(null_medians), max(seeds) - min(null_medians)  # what shuffling loses, at least and at most
     worst_error, worst_size = max(e[-1] for e in error), max(abs(s[-1] - 1) for s in size)
     order = [(torch.tensor(e[-3]) / e[-2]).log10().item() / (torch.tensor(alphas[-3]) / alphas[-2]).log10().item()
              for e in error]  # 1 when the error is O(a)
@@ -207,11 +211,14 @@ def main():
     yes = lambda good: "holds" if good else "does not hold"  # noqa: E731
     claims = [
         dict(claim="delta(1) is aligned with the bracket", paper="median 0.793, 0.842", theory="1 if T, R were affine",
-             ours=f"median {median:.3f} (interior)", null=f"shuffled {min(null_medians):.3f}, chance {chance:.3f}",
+             ours=f"median {median:.3f} (interior)",
+             null=f"shuffled {min(null_medians):.3f} to {max(null_medians):.3f}, chance {chance:.3f}",
              verdict="does not hold" if median <= bar else
-             "holds trivially (algebra)" if min(null_medians) > bar else "holds",
-             rule="interior median above 0.5 and above 5 times chance (median |cos| with a random direction); "
-                  "trivially if three networks of shuffled weights all pass the same bar",
+             "holds trivially (algebra)" if min(null_medians) > bar else
+             "holds" if max(null_medians) < 5 * chance else "not decided",
+             rule="does not hold unless the interior median is above 0.5 and 5 times chance (median |cos| with a "
+                  "random direction); then trivially if three networks of shuffled weights all pass the same bar, "
+                  "holds if all three stay below 5 times chance, else not decided",
              would_change="shuffled networks near chance would make the alignment a fact about training"),
         dict(claim="it is this token's bracket", paper="not asked", theory="1 as a -> 0",
              ours=f"{100 * own:.0f}% closer",
@@ -220,11 +227,11 @@ def main():
              would_change="brackets that all tokens share"),
         dict(claim="training made the alignment", paper="not asked", theory="none",
              ours=f"{min(seeds):.3f} to {max(seeds):.3f}",
-             null=f"shuffled {min(null_medians):.3f} to {max(null_medians):.3f}",
-             verdict="holds" if min(seeds) > max(null_medians) else
-             "does not hold" if max(seeds) < min(null_medians) else "not decided",
-             rule="three token seeds all above three shuffles: holds; all below: does not hold; else not decided",
-             would_change="the order of the two ranges"),
+             null=f"shuffling the weights loses {gain[0]:.3f} to {gain[1]:.3f}, half the alignment is {half:.3f}",
+             verdict="does not hold" if gain[1] <= half else "holds" if gain[0] > half else "not decided",
+             rule="holds if shuffling the weights loses more than half of the median's excess over chance, for every "
+                  "pair of a token seed (three) and a shuffle (three); does not hold if for none; else not decided",
+             would_change="shuffled networks with less than half of the alignment"),
         dict(claim="delta/a^2 -> bracket, direction and size", paper="neighbours agree, 0.9997", theory="error O(a)",
              ours=f"error {worst_error:.1e} at {alphas[-1]:.0e}", null=f"shuffled: cos {null_limit:.8f}",
              verdict="does not hold" if not limit_ok else
@@ -250,8 +257,9 @@ def main():
              would_change="larger brackets than self-advection"),
         dict(claim="alignment collapses in the last layer", paper="0.112, -0.188", theory="none at a block",
              ours=f"{last_median:.3f}", null=f"interior {min(r['median'] for r in rows[interior]):.3f} up",
-             verdict=yes(last_median < min(r["median"] for r in rows[interior])),
-             rule="the last layer's median is below every interior layer's", would_change="the order of the two")]
+             verdict=yes(last_median < 0.5 * min(r["median"] for r in rows[interior])),
+             rule="the last layer's median is below half of the lowest interior layer's (the paper's are at 0.13 of it "
+                  "and below 0)", would_change="a last layer below half of every other")]
     protocol = dict(tokens="uniform over the alphabet", sequences=b, length=n, positions=positions, layers=layers,
                     alphas=alphas, shuffles=3, per_token_and_Eq59="first sequence", paper=PAPER)
     numbers = dict(layers=rows, cos=cos.tolist(), per_token=local.tolist(), per_token_limit=local_limit.tolist(),

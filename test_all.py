@@ -3694,7 +3694,7 @@ def test_geometry_cliff_and_growth_readings():
 
 # a tokenizer that opens each text with a token of its own, as Gemma's does: it opens every input, and no input holds a
 # second one. catches: noise without it, text after noise with one in the middle or scored on other tokens
-def test_geometry_context_inputs_open_as_the_tokenizer_does(g2_cache, tmp_path, monkeypatch):
+def test_geometry_context_inputs_open_as_the_tokenizer_does(geometry_cache, tmp_path, monkeypatch):
     load, run, opening, seen = models.load, context_horizon.run, 255, []
 
     def opened(args):
@@ -3710,7 +3710,7 @@ def test_geometry_context_inputs_open_as_the_tokenizer_does(g2_cache, tmp_path, 
 
     monkeypatch.setattr(models, "load", opened)
     monkeypatch.setattr(context_horizon, "run", watched)
-    g2_run(context_horizon, ["--quick", "--out", str(tmp_path)], g2_cache, monkeypatch)
+    g_run(context_horizon, ["--quick", "--out", str(tmp_path)], geometry_cache, monkeypatch)
     assert all((ids[:, 0] == opening).all() and (ids == opening).sum() == len(ids) for ids, _ in seen)
     numbers = json.loads((tmp_path / "context_horizon-micro-quick.json").read_text())["numbers"]
     tails = {}                                                                       # text after m of noise: 33 or m + 32

@@ -5,7 +5,7 @@ in --out, and goes to summary.json (with --quick, from quick results to summary-
 default folder, between the markers in README.md. No number is typed. A test that fails is named and the others go on;
 exit code 1 then.
 
-    python geometry/all.py                          # all seven on micro: about 5 minutes on two CPU cores
+    python geometry/all.py                          # all seven on micro: about 12 minutes on two CPU cores
     python geometry/all.py --model smollm2          # the five that need a model
     python geometry/all.py --only identities rope_recurrence
     python geometry/all.py --collect                # no runs: the table of what is there

@@ -33,7 +33,7 @@ real text. SGD's circulation and the gauge count need millions of gradients or a
 
 Source: the paper's Section VI.6. Ours is shorter: its 50,000 steps with 5,001 snapshots are --steps here.
 
-    python geometry/ness_vortex.py                    # 6 minutes of one CPU core, once micro is trained
+    python geometry/ness_vortex.py                    # 10 minutes of one CPU core, once micro is trained
     python geometry/ness_vortex.py --model smollm2    # 5 minutes of one CPU core
     python geometry/ness_vortex.py --quick            # seconds
 """
@@ -719,10 +719,9 @@ def main():
     if not piece:
         # 4. does SGD circulate where [G, H] says?
         setting = dict(lr=0.003, steps=100 if quick else 1600, burn=20 if quick else 500, rank=6 if quick else 20,
-                       seed=args.seed)
-        arms = {f"{'own' if own else 'real'} labels, batch {batch}": dict(
-            batch=batch, chains=4 if quick else chains, own=own)
-            for own in (False, True) for batch, chains in ((128, 32), (16, 128))}
+                       chains=4 if quick else 128, seed=args.seed)
+        arms = {f"{'own' if own else 'real'} labels, batch {batch}": dict(batch=batch, own=own)
+                for own in (False, True) for batch in (128, 16)}
         rows, soft = torch.arange(total).view(-1, size), problem.logits(w, problem.x, problem.y).softmax(-1)
         fisher = sum(problem.moments(w, r, soft[r])[1] for r in rows) / len(rows)
         slope = {k: circulation_slope(problem, w, hess, fisher, **setting, **arm) for k, arm in arms.items()}
@@ -730,6 +729,7 @@ def main():
         linear = [v["linear"] for v in slope.values()]
         off = lambda v, to: abs(v[0] - to) > 3 * v[1]  # noqa: E731
         seen = not any(map(off, linear, (1, 1, 0, 0))) and all(off(v, 0) for v in linear[:2])
+        near = lambda v: abs(v[0] - 1) + 3 * v[1] < 0.2  # noqa: E731
         pm = lambda *vs: ", ".join("{:.2f} +- {:.2f}".format(*v) for v in vs)  # noqa: E731
         models.table("SGD's measured circulation over the linear theory's (1: as [G, H] says; 0: none)",
                      ("labels", "SGD less linear process, + its mean", "SGD alone", "linear process"),
@@ -750,13 +750,14 @@ def main():
                  ours=f"batch 128, 16: {pm(small, large)}; linear process (1 if measured well): {pm(*linear[:2])}",
                  null=f"own labels: {pm(null_small, null_large)}; linear process (0): {pm(*linear[2:])}",
                  verdict="not decided" if not seen or off(null_small, 0) or not off(small, 0) else
-                 "does not hold" if off(small, 1) else
-                 "holds under a stated condition" if off(large, 1) or off(null_large, 0) else "holds",
+                 "does not hold" if abs(small[0] - 1) - 3 * small[1] > 0.2 else "not decided" if not near(small) else
+                 "holds under a stated condition" if not near(large) or off(null_large, 0) else "holds",
                  rule="not decided unless the linear process is within 3 se of its mean in all four and off 0 for real "
-                 "labels, and at batch 128 own labels are within 3 se of 0 and real ones are not; then by 3 se of 1, "
-                 "for own labels of 0: both batches within, holds; only 128, whose steps are less noisy, holds under "
-                 "the condition that steps are small; neither, does not hold",
-                 would_change="a slope at batch 128 off 1, or a null off 0"),
+                 "labels, and at batch 128 own labels are within 3 se of 0 and real ones are not; then, real labels' "
+                 "slope within 20% of 1 by 3 se (steps of finite size fall short of the limit) and own labels' within "
+                 "3 se of 0: at both batches, holds; at 128 alone, whose steps are less noisy, holds under the "
+                 "condition that steps are small; off by more than 20%, does not hold",
+                 would_change="a slope at batch 128 off 1 by more than 20%, or a null off 0"),
             dict(claim="null space of G is the gauge group of Eq. 74", paper=f"{printed} here",
                  theory=f"{sum(parts.values())} from all continuous symmetries of the function", ours=f"{measured}",
                  null="identities.py: attention alone, weight-decay-free directions only: Eq. 74 exact",

@@ -13,7 +13,7 @@ of the same budget, and none.
 
 Source: the note "Tangent Brownian symmetry breaking", section 4.
 
-    $ python train_cifar_patches.py            # four arms, one seed: 19 minutes on one CPU thread
+    $ python train_cifar_patches.py            # four arms, one seed: 15 minutes on two CPU cores
     $ python train_cifar_patches.py --seeds 3  # with spread and a verdict
     $ python train_cifar_patches.py --sweep    # gamma and h: hours; --out F --resume goes on, --shard i/N splits it
     $ python train_cifar_patches.py --quick    # two minutes

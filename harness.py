@@ -483,7 +483,14 @@ def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device
         lock_file(log, folder)
         for stale in folder.glob("*.tmp"):  # of a process that was killed while it wrote
             stale.unlink()
-    saved = load_checkpoint(folder, header)
+    try:
+        saved = load_checkpoint(folder, header)
+        result = read_json(result_path) if result_path.exists() else None
+        if result is not None:
+            require_same(result_path, result["header"], header)
+    except UserError:
+        log.close()  # with its lock
+        raise
     forward, model = model.to(device), bare(model)
     for module in model.modules():
         if WORLD > 1 and hasattr(module, "token_seed"):  # of noise_block.py
@@ -491,13 +498,11 @@ def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device
             module.check = False  # one rank that stops alone leaves the others waiting: all see the loss in flush()
     if saved is not None:
         model.load_state_dict(saved["model"])
-    if result_path.exists():
-        result = read_json(result_path)
-        require_same(result_path, result["header"], header)
-        if result["diverged"] or saved is not None and saved["step"] == steps:  # else the model is not the result's
-            log.close()
-            progress.advance(f"{label}: done before", steps, free=True)
-            return None if RANK else result
+    # a result without its model, or with a broken last checkpoint, is trained for again
+    if result is not None and (result["diverged"] or saved is not None and saved["step"] == steps):
+        log.close()
+        progress.advance(f"{label}: done before", steps, free=True)
+        return None if RANK else result
     optimizer = make_optimizer(model, lr, weight_decay, device)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     begin, evaluations, log_bytes = 0, [], 0
@@ -562,6 +567,7 @@ def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device
             raise Diverged(f"step {at}: validation loss {evaluations[-1]['val_loss']}")
 
     if RANK == 0 and log.tell() < log_bytes:
+        log.close()
         raise UserError(f"{log_path} is shorter than when the checkpoint beside it was saved: its lines are lost; move "
                         f"{folder} away to train it again")
     with log, Interrupts() as interrupts:

@@ -1979,7 +1979,7 @@ def test_growth_of_a_disagreement_at_consensus(eta):
 
 def test_transients_are_not_growth():
     # a causal mask: J is far from normal and outgrows its eigenvalues, but at eta <= 1 no diameter grows; above eta_c it does
-    x = unit(tokens(1, 2, 8)).flatten(-2).repeat(128, 1)
+    x = unit(tokens(1, 2, 8)).flatten(-2).repeat(64, 1)
     heads = x.unflatten(-1, (2, 8)).transpose(0, 1)
     keep = attention_matrix(heads, 8.0, causal=True).diagonal(dim1=-2, dim2=-1)[:, 1:]  # A_ii off the first token
     found = {}

@@ -404,7 +404,8 @@ def sweep(args, data, out, device, dtype):
     for axis in axes:
         axis.legend(fontsize=7)
     harness.save_figure(figure, out / "sweep.png")
-    return {"toy": toy, "contraction": contraction, "unigram_entropy": blind, "standard": standard, "sweep": rows, "verdicts": verdicts}
+    return {"toy": toy, "contraction": contraction, "unigram_entropy": blind, "standard": standard, "sweep": rows,
+            "verdicts": verdicts}
 
 
 def main():

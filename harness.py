@@ -149,7 +149,11 @@ class Parser(argparse.ArgumentParser):
         for word in words:
             flag, equals, value = word.partition("=")
             dashed.append((flag.replace("_", "-") if flag.startswith("--") else flag) + equals + value)
-        return super().parse_args(dashed)
+        args = super().parse_args(dashed)
+        for name, what in (("resume", "the folder to go on with"), ("shard", "one folder for all parts of the sweep")):
+            if getattr(args, name, None) and args.out is None:
+                self.error(f"--{name} needs --out, {what}")
+        return args
 
     def error(self, message):
         say_last(f"error: {message} (see --help)")
@@ -282,9 +286,6 @@ def open_folder(out, resume, default, shard=""):
         torch.distributed.broadcast_object_list(chosen)
         return chosen[0], contextlib.nullcontext()
     if out is None:
-        if resume or shard:
-            raise UserError("--resume needs --out, the folder to go on with" if resume else
-                            "--shard needs --out, one folder for all parts of the sweep")
         taken = {path.name for path in pathlib.Path("runs").glob(f"{default}*")}
         out = pathlib.Path("runs") / next(name for k in range(1, len(taken) + 2) if (name := f"{default}-{k}") not in taken)
     if (out / "config.json").exists() and not (resume or shard):

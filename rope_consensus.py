@@ -52,7 +52,7 @@ def wide(x):
 def unit(x, eps=1e-8):
     """x / ||x|| over the last axis, in float32 at least. Rows shorter than eps become zero, with zero gradient."""
     w = wide(x)
-    return (w * F.threshold((w * w).sum(-1, keepdim=True), eps * eps, torch.inf).rsqrt()).to(x.dtype)
+    return (w * F.threshold(torch.linalg.vector_norm(w, dim=-1, keepdim=True), eps, torch.inf).reciprocal()).to(x.dtype)
 
 
 def tangent(x, v):

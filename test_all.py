@@ -148,7 +148,10 @@ class Children:
 
 @pytest.fixture(scope="session", autouse=True)
 def children():
-    harness.figure_axes(1)[0].savefig(io.BytesIO())  # now, or each of them would import matplotlib
+    # what they import late, 2 seconds each: matplotlib, and what the first optimizer and the first count of FLOPs do
+    harness.figure_axes(1)[0].savefig(io.BytesIO())
+    torch.optim.AdamW([torch.zeros(1)])
+    metrics.count_flops(lambda: None)
     children = Children()
     yield children
     children.pipe.close()

@@ -1,7 +1,7 @@
 """
 Speed and memory of nanosphere: every claim a ratio, measured in one process on the device at hand.
 
-    ratio     median over rounds of (seconds of B)/(seconds of A), A and B taken in turn, A B B A ..., in one process
+    ratio     median over rounds of (seconds of B)/(seconds of A), A and B taken in turn, in shuffled orders, in one process
     spread    its quartiles
     verdict   from the 95% interval of that median (order statistics): met where it lies at or below the goal, not met
               where it lies above, else not decided. A single number is compared with the goal as it is.
@@ -26,6 +26,7 @@ import math
 import os
 import pathlib
 import pstats
+import random
 import resource
 import subprocess
 import sys
@@ -90,10 +91,12 @@ def summary(ratios):
 def in_turn(bench, calls, rounds=None):
     """Seconds of every call, and the ratio of each to the first one: {name: {seconds, ratio, quartiles, interval}}.
 
-    calls: {name: function}. A warm-up round, then A B B A ...; each round gives one ratio."""
-    taken = {name: [] for name in calls}
+    calls: {name: function}. A warm-up round, then rounds in shuffled orders, since a call after itself finds warm caches;
+    each round gives one ratio."""
+    taken, order, rng = {name: [] for name in calls}, list(calls), random.Random(0)
     for number in range(-1, rounds or bench.rounds):
-        for name in reversed(calls) if number % 2 else calls:
+        rng.shuffle(order)
+        for name in order:
             spent = seconds(calls[name], bench.device)
             if number >= 0:
                 taken[name].append(spent)
@@ -591,7 +594,7 @@ def main():
     parser.add_argument("--threads", type=count, metavar="N", help="CPU threads (default: all cores)")
     parser.add_argument("--rounds", type=count, default=9, metavar="N",
                         help="rounds of every ratio (default: %(default)s)")
-    parser.add_argument("--out", type=harness.folder,
+    parser.add_argument("--out", type=harness.folder, metavar="FILE",
                         help="results; a figure goes beside (default: results/bench-<device>.json)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, two rounds: to see that all of it works")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")

@@ -133,7 +133,7 @@ def number(kind, low=None, above=None, high=math.inf):
 def folder(text):
     """An argparse type: a path. An empty one, as an unset variable of the shell gives, is not the current folder."""
     if not text:
-        raise argparse.ArgumentTypeError("must be a folder, not an empty name")
+        raise argparse.ArgumentTypeError("must be a path, not an empty name")
     return pathlib.Path(text)
 
 

@@ -2146,7 +2146,8 @@ def test_bench_takes_calls_in_turn_and_pairs_them():
         return lambda: order.append(name) or next(spent)
     # the machine slows down threefold half-way: paired ratios do not see it
     taken = bench.in_turn(cpu, {"A": call("A", iter([9.0, 2.0, 2.0, 6.0, 6.0])), "B": call("B", iter([9.0, 3.0, 3.0, 9.0, 9.0]))})
-    assert "".join(order) == "BAABBAABBA"  # the first two warm up
+    rounds = ["".join(pair) for pair in zip(order[::2], order[1::2])]  # the first warms up
+    assert len(rounds) == 5 and set(rounds) == {"AB", "BA"}  # each once a round; no place is always the same one's
     assert taken["A"]["ratio"] == 1 and taken["B"]["ratio"] == 1.5 and taken["B"]["quartiles"] == [1.5, 1.5]
     assert taken["B"]["seconds"] == 6
 

@@ -3233,7 +3233,7 @@ def test_geometry_bad_input_is_one_line_and_exit_code_2(capsys, monkeypatch, geo
     assert "no such file" in refused(tmp_path / "absent.gguf")
     assert "--threads" in refused("micro", "--threads", "0")
     assert "--dtype" in refused("micro", "--dtype", "float16")
-    assert "--out: must be a folder" in refused("micro", "--out", "")
+    assert "--out: must be a path" in refused("micro", "--out", "")
     assert "--seed: must be" in refused("micro", "--seed", 20 * "9")
     assert "no-such-model" in refused("no-such-model")
     monkeypatch.setitem(sys.modules, "transformers", None)

@@ -32,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from statistics import median
 
 import torch
 import torch.nn as nn
@@ -53,8 +54,8 @@ HERE = pathlib.Path(__file__).resolve().parent
 def clock(device):
     if device.type == "cpu" and torch.get_num_threads() == 1:
         return time.process_time()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
     return time.perf_counter()
 
 
@@ -72,11 +73,6 @@ def seconds(call, device):
         own = call()
         elapsed = clock(device) - start
     return own if isinstance(own, float) else elapsed
-
-
-def median(values):
-    values = sorted(values)
-    return (values[(len(values) - 1) // 2] + values[len(values) // 2]) / 2
 
 
 def summary(ratios):
@@ -601,7 +597,7 @@ def main():
     args = parser.parse_args()
     device, _, line = harness.pick_device(args.device, "float32", args.threads)
     print(line)
-    out = args.out or HERE / "results" / f"bench-{device.type}.json"
+    out = args.out or HERE / "results" / f"bench-{device.type}{'-quick' * args.quick}.json"
     with harness.writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
     bench = Bench(args, device)

@@ -25,7 +25,7 @@ import torch
 
 from harness import UserError, lock_file, write_all, write_atomic, writing
 
-CACHE = pathlib.Path(os.environ.get("NANOSPHERE_CACHE", pathlib.Path.home() / ".cache" / "nanosphere"))
+CACHE = pathlib.Path(os.environ.get("NANOSPHERE_CACHE") or pathlib.Path("~/.cache/nanosphere").expanduser())
 RAW = "https://raw.githubusercontent.com"
 # dataset: [(file, url, algorithm, checksum)], joined in this order; "git" is sha1("blob <bytes>\0" + content)
 SOURCES = {
@@ -89,9 +89,10 @@ def download(url, path, algorithm, expected, tries=3, timeout=20):
             reason = f"{getattr(error, 'reason', error)}"
             if isinstance(error, urllib.error.HTTPError):
                 reason = f"HTTP {error.code}"
-                part.unlink(missing_ok=True)  # 416 above all: the part is longer than the file
+                if error.code == 416:
+                    part.unlink(missing_ok=True)  # longer than the file
             if attempt + 1 < tries:
-                time.sleep(min(2 ** attempt, 5) * 0.1)
+                time.sleep(0.1 * 2 ** attempt)
             continue
         data = part.read_bytes()
         found = checksum(data, algorithm)
@@ -188,6 +189,8 @@ def load_wikitext(data_dir=None):
     valid.txt and evaluated on test.txt, loudly and under a name of its own; with train.txt, evaluated on valid.txt."""
     parts = {}
     for source in SOURCES["wikitext-2"]:
+        if "train" in parts and "valid" in parts:
+            break  # test.txt is not needed
         try:
             parts[source[0].removesuffix(".txt")] = find_file(*source, data_dir).read_bytes()
         except WrongFile:
@@ -326,5 +329,5 @@ def character_data(text, seq):
 
 def windows(ids, starts, seq, device):
     """Inputs and next-token targets (B, seq) at the given starts (B,)."""
-    block = ids[starts[:, None] + torch.arange(seq + 1)].long().to(device)
+    block = ids[starts[:, None] + torch.arange(seq + 1)].to(device).long()
     return block[:, :-1], block[:, 1:]

@@ -122,7 +122,7 @@ def number(kind, low=None, above=None, high=math.inf):
     def parse(text):
         value = kind(text)
         below = (low is not None and value < low) or (above is not None and value <= above)
-        if not math.isfinite(value) or below or value > high:
+        if not math.isfinite(float(text)) or below or value > high:
             bound = (f">= {low}" if low is not None else f"> {above}") + f" and <= {high}" * (high < math.inf)
             raise argparse.ArgumentTypeError(f"must be a finite number {bound}, not {text}")
         return value
@@ -141,7 +141,7 @@ class Parser(argparse.ArgumentParser):
     """Dashed flags with underscores accepted; a bad value is one line on stderr, exit code 2."""
 
     def __init__(self, description):
-        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        super().__init__(description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def parse_args(self, args=None):
         words = sys.argv[1:] if args is None else args
@@ -174,7 +174,7 @@ def add_common(parser, **defaults):
         ("--dim", count, None, "width d"),
         ("--heads", count, None, "heads"),
         ("--eval-every", count, None, "steps between evaluations on part of the validation set"),
-        ("--data-dir", pathlib.Path, os.environ.get("NANOSPHERE_DATA"),
+        ("--data-dir", folder, os.environ.get("NANOSPHERE_DATA") or None,
          "folder to look for data in before the cache and the download"),
         ("--out", folder, None, "folder for the results (default: a new one below runs/)"),
         ("--threads", number(int, low=1, high=1024), None, "CPU threads (default: all cores)"),
@@ -218,12 +218,15 @@ def pick_device(name, dtype, threads=None, batch=WORLD):
         device = torch.device(name)
     except RuntimeError as error:
         raise UserError(f"unknown --device {name}: a kind and perhaps a number, as in cuda:1") from error
+    if device.type == "cuda":  # bfloat16, synchronize(), events and memory are asked of the current card
+        index, cards = int(os.environ["LOCAL_RANK"]) if WORLD > 1 else device.index or 0, torch.cuda.device_count()
+        if index >= cards:
+            raise UserError(f"--device {name}: cuda:{index} is not there; this machine has cuda:0 to cuda:{cards - 1}")
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
     if WORLD > 1:
         if batch % WORLD:
             raise UserError(f"--batch {batch} is shared by {WORLD} processes: make it a multiple of {WORLD}")
-        if device.type == "cuda":
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            torch.cuda.set_device(device)
         torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
         why += f"; {WORLD} processes"
         if RANK:
@@ -231,7 +234,7 @@ def pick_device(name, dtype, threads=None, batch=WORLD):
     if dtype == "auto":
         if device.type != "cuda":
             dtype, reason = "float32", f"the default on {device.type}"
-        elif torch.cuda.is_bf16_supported():
+        elif torch.cuda.is_bf16_supported(including_emulation=False):
             dtype, reason = "bfloat16", "mixed precision, this card has it"
         else:
             dtype, reason = "float16", "mixed precision with loss scaling, this card has no bfloat16"
@@ -270,6 +273,7 @@ def environment(device):
         git = None
     return {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
             "git": git and git.stdout.strip() or None, "platform": platform.platform(), "device": str(device),
+            "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
             "threads": torch.get_num_threads()}
 
 
@@ -304,11 +308,11 @@ def lock_file(file, folder, shared=False, wait=False):
     try:
         import fcntl
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
-    except ImportError:
-        pass  # Windows has no flock: two runs in one folder are not caught there
-    except OSError as error:
+    except BlockingIOError as error:
         file.close()
         raise UserError(f"another run is writing to {folder}: wait for it, or choose another --out") from error
+    except (ImportError, OSError):
+        pass  # Windows, and some network file systems, have no flock: two runs in one folder are not caught there
 
 
 def write_config(out, config, args, device):
@@ -593,14 +597,13 @@ def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device
                 scaler.unscale_(optimizer)
                 norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
                 pending.append((step, loss.detach(), norm, extra))
-                if device.type == "cpu" or len(pending) == 20:  # on a GPU, one synchronisation in 20 steps
+                due = step + 1 == steps or (step + 1) % eval_every == 0
+                if device.type == "cpu" or due or len(pending) == 20:  # on a GPU, one synchronisation in 20 steps
                     flush()
                 scaler.step(optimizer)
                 scaler.update()
                 seconds += time.perf_counter() - started
                 progress.advance(label)
-                last = step + 1 == steps
-                due = last or (step + 1) % eval_every == 0
                 stop = (due or WORLD == 1 or step % 20 == 0) and interrupted()
                 if due or stop:
                     flush()

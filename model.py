@@ -172,11 +172,14 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def control(self, idx, act=True):
-        """ConsensusAttention.control in every layer, at the state each has under these ids."""
-        x, tables = self.start(self.embed(idx))
+        """ConsensusAttention.control in every layer, at the state each has under these ids. Returns (3, layers): lambda_max,
+        eta asked and eta used, the largest of its heads."""
+        (x, tables), seen = self.start(self.embed(idx)), []
         for block in self.stack():
             block.attn.control(x, act)
+            seen.append(torch.stack((block.attn.lam, block.attn.eta_asked, block.attn.eta_used)).amax(-1))
             x = block(x, tables)
+        return torch.stack(seen, 1)
 
     def forward(self, idx, targets=None):
         logits = self.head(self.read(self.embed(idx)))

@@ -25,7 +25,7 @@ import torch
 import harness
 import metrics
 from harness import UserError
-from noise_block import IsotropicNoise, TangentNoise, matched_sigma, unit
+from noise_block import IsotropicNoise, TangentNoise, matched_sigma, step_sizes, unit
 
 ARMS = ("prenorm", "dropout", "sphere", "isotropic", "tangent", "shared", "independent")
 GAMMAS = (1e-3, 3e-3, 1e-2, 3e-2)
@@ -77,14 +77,13 @@ def model_options(arm, args, seed, h, gamma):
         return dict(arm="standard", dropout=args.dropout if arm == "dropout" else 0.0)
 
     def noise(layer):
-        rank, layer_seed = args.rank or None, seed * 1000 + layer
+        own = dict(seed=seed * 1000 + layer, name=f"noise of layer {layer}")
         if arm == "isotropic":
-            return IsotropicNoise(args.dim, matched_sigma(args.dim, h, gamma, args.common), seed=layer_seed)
-        if arm in ("tangent", "shared"):
-            return TangentNoise(args.dim, h, gamma if arm == "tangent" else 0.0, rank=rank, common=args.common,
-                                seed=layer_seed, name=f"noise of layer {layer}")
+            return IsotropicNoise(args.dim, matched_sigma(args.dim, h, gamma, args.common), **own)
         if arm == "independent":
-            return TangentNoise(args.dim, h, gamma, common="none", seed=layer_seed, name=f"noise of layer {layer}")
+            return TangentNoise(args.dim, h, gamma, common="none", **own)
+        if arm != "sphere":
+            return TangentNoise(args.dim, h, gamma * (arm == "tangent"), rank=args.rank or None, common=args.common, **own)
     return dict(arm="sphere", step=1 / args.layers, noise=noise)
 
 
@@ -188,9 +187,8 @@ def run_all(args, out, device, dtype, header, lr, make_model, batch, evaluate, e
             for key in ("entropy", "antipolar", "clusters"):
                 row[f"{key}_last"] = row[f"{key}_by_layer"][-1]
             if h is not None:
-                a = math.sqrt(h) if args.common == "sqrt_h" else h
-                part = {"tangent": a * a + gamma ** 2 * h, "isotropic": a * a + gamma ** 2 * h, "shared": a * a,
-                        "independent": gamma ** 2 * h}[arm]
+                a, g = step_sizes(h, gamma, args.common)
+                part = {"shared": a * a, "independent": g * g}.get(arm, a * a + g * g)
                 row["budget"], row["budget_measured"] = (args.dim - 1) * part, measured_budget(model, embed(model))
             curve = [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
             row["loss_curve"] = [sum(part) / len(part) for part in (curve[i:i + 10] for i in range(0, len(curve), 10))]
@@ -286,7 +284,7 @@ def draw(out, rows, table, label, metric, theory):
     first = {row["arm"]: row for row in reversed(rows) if not row["diverged"]}
     styles = ("k-", "k--", "k:", "k-.", "C7-", "C7--", "C7:")
     for (arm, row), style in zip(sorted(first.items(), key=lambda item: ARMS.index(item[0])), styles):
-        flops = [row["flops_per_step"] * 10 * (i + 1) for i in range(len(row["loss_curve"]))]
+        flops = [row["flops_per_step"] * min(10 * (i + 1), row["steps"]) for i in range(len(row["loss_curve"]))]
         axes[0].plot(flops, row["loss_curve"], style, lw=1, label=arm)
         axes[1].plot(row["entropy_by_layer"], style, marker=".", label=arm)
     axes[0].axhline(theory["loss"], color="0.6", lw=1, label="blind: entropy of the targets")

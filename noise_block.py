@@ -574,6 +574,8 @@ if __name__ == "__main__":
     parser.add_argument("--gif", action="store_true", help="animate tokens on the 2-sphere as well")
     parser.add_argument("--debug", action="store_true", help="show an error's traceback")
     arguments = parser.parse_args()
+    if arguments.out == "":
+        parser.exit(2, "error: --out is empty: name a folder\n")  # as an unset variable of the shell is
     try:
         demo(arguments)
     except (ValueError, OSError) as error:

@@ -179,7 +179,7 @@ def lanczos(matvec, start, iters, enough=None):
             off = torch.cat(offs, -1)
             T = torch.diag_embed(torch.cat(alphas, -1))
             T = T + torch.diag_embed(off[..., :-1], 1) + torch.diag_embed(off[..., :-1], -1)
-            theta, s = torch.linalg.eigh(T)
+            theta, s = (found.to(T.device) for found in torch.linalg.eigh(T.cpu()))  # small, and not on every device
             # residual = b_m |last entry of the Ritz vector|
             theta, residual = theta[..., -1], (off[..., -1] * s[..., -1, -1]).abs()
             if m == iters or enough(m, theta, residual):
@@ -302,6 +302,7 @@ def local_multiplier(update, x, iters=64, generator=None):
         if H[k + 1, k] <= eps * H[:k + 2, :k + 1].abs().amax() or k + 1 == iters:
             break
         Q[k + 1] = w / H[k + 1, k]
+    H = H.cpu()  # small, and eig is not on every device
     theta, vectors = torch.linalg.eig(H[:k + 1, :k + 1])
     lead = theta.abs().argmax()
     u = vectors[:, lead]
@@ -493,25 +494,28 @@ def main():
     import sys
 
     parser = argparse.ArgumentParser(description="eta_c against the measured threshold, and contraction to consensus")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("results/rope_consensus"),
-                        help="folder for results.json and threshold.png (default: %(default)s)")
+    parser.add_argument("--out", help="folder for results.json and threshold.png (default: results/rope_consensus, and "
+                        "-quick after it)")
     parser.add_argument("--quick", action="store_true", help="two thresholds and two contractions alone: 3 seconds")
     args = parser.parse_args()
+    out = pathlib.Path("results/rope_consensus" + "-quick" * args.quick if args.out is None else args.out)
     cases = [(False, 64, 200, (0.5, 1, 2, 4, 8)), (False, 256, 100, (1, 4)), (True, 32, 200, (0.5, 2, 8)),
              (True, 32, 2000, (0.5, 2, 8))]
     betas, drawn = (0.25, 0.5, 1, 2, 4), (0.5, 1, 2)
     if args.quick:
         cases, betas, drawn = [(False, 64, 200, (1,)), (True, 32, 200, (8,))], (0.5, 4), (0.5,)
 
-    def refuse(error):
-        print(f"error: cannot write to {args.out}: {error.strerror}; choose another folder with --out", file=sys.stderr)
+    def refuse(reason):
+        print(f"error: cannot write to {out}: {reason}; choose another folder with --out", file=sys.stderr)
         sys.exit(2)
 
+    if args.out == "":
+        refuse("the name is empty")  # as an unset variable of the shell is; it would be the current folder
     try:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "results.json.tmp").touch()  # now, rather than after the work
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "results.json.tmp").touch()  # now, rather than after the work
     except OSError as error:
-        refuse(error)
+        refuse(error.strerror)
 
     toy = []
     print("step size at which a small disagreement starts to grow (float64, d = 16)\n"
@@ -564,14 +568,14 @@ def main():
     right.set(xlabel="averaging steps t", ylabel="diam(x_t) / diam(x_0)", yscale="log", ylim=(1e-4, 1.5))
     right.legend(fontsize=7, ncol=2)
     try:
-        with open(args.out / "results.json.tmp", "w") as file:
+        with open(out / "results.json.tmp", "w") as file:
             json.dump(results, file, indent=1)
-        figure.savefig(args.out / "threshold.png.tmp", dpi=110, format="png")
+        figure.savefig(out / "threshold.png.tmp", dpi=110, format="png")
         for name in ("results.json", "threshold.png"):  # both are whole by now
-            (args.out / f"{name}.tmp").replace(args.out / name)
+            (out / f"{name}.tmp").replace(out / name)
     except OSError as error:
-        refuse(error)
-    print(f"\nwrote {args.out / 'results.json'} and {args.out / 'threshold.png'}")
+        refuse(error.strerror)
+    print(f"\nwrote {out / 'results.json'} and {out / 'threshold.png'}")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import argparse
 import concurrent.futures
 import copy
 import dataclasses
+import errno
 import functools
 import http.client
 import importlib
@@ -621,6 +622,9 @@ def test_states_and_loop():
         if arm != "standard":
             for x in states:
                 assert (x.unflatten(-1, (2, 8)).norm(dim=-1) - 1).abs().max() < 1e-6
+    lam, asked, used = Transformer(11, 4, 16, 1, "consensus", loop=True, eta=9.0).control(ids)
+    assert asked[0] == 9 and torch.equal(asked[1:], used[:-1])  # the one block at every depth, clipped on the way
+    assert torch.allclose(used, torch.minimum(asked, 1.8 / lam)) and used[0] < 9
 
 
 def test_loss_is_the_cross_entropy_in_nats():
@@ -809,7 +813,7 @@ def test_cut_off_download_is_continued(server, monkeypatch, tmp_path):
         reply(TEXT[begin:], status=206)(handler)
 
     sources(monkeypatch, tmp_path, server.url, TEXT)
-    server.answers = [reply(TEXT[:1000], length=len(TEXT)), rest]
+    server.answers = [reply(TEXT[:1000], length=len(TEXT)), reply(b"later", status=503), rest]
     assert data.load_text("shakespeare").text == TEXT.decode()
     assert not list((tmp_path / "cache").glob("*.part"))
 
@@ -1484,6 +1488,9 @@ def test_vanished_folder(tmp_path):
 
 
 def test_one_run_in_one_folder(tmp_path, capsys):
+    with pytest.MonkeyPatch.context() as patch:  # a network file system may have no locks: no reason to refuse it
+        patch.setattr("fcntl.flock", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSYS, "Function not implemented")))
+        harness.open_folder(tmp_path / "out", False, "x")[1].close()
     out, lock = harness.open_folder(tmp_path / "out", False, "x")
     for shard in ("", "0/2"):
         with pytest.raises(harness.UserError, match="another run is writing"):
@@ -1568,6 +1575,7 @@ def test_charlm_eta_sweep_end_to_end(tmp_path, prose, control):
     (["--beta", "-2"], ["finite"]), (["--heads", "5"], ["head size"]), (["--dim", "36", "--heads", "4"], ["head size"]),
     (["--dataset", "no-such-file.txt"], ["no such file"]), (["--seq", "1000000"], ["needs 1000001"]),
     (["--device", "tpu"], ["unknown --device"]), (["--dtype", "int8"], ["unknown --dtype"]), (["--steps", "0"], ["steps"]),
+    (["--steps", "1" + 400 * "0"], ["--steps"]), (["--resum"], ["--resum"]),  # an abbreviation would escape --quick and --debug
     (["--seed", "99999999999999999999"], ["seed"]), (["--batch", "0"], ["batch"]), (["--lr", "nan"], ["finite"]),
     (["--threads", "0"], ["threads"]), (["--threads", "10000000"], ["threads"]),
     (["--out", ""], ["--out", "empty"]), (["--temperature", "-1"], ["temperature"]), (["--sample", "-1"], ["sample"]), (["--resume"], ["--out"]),
@@ -1652,6 +1660,12 @@ def test_sphere_states_are_unit_and_the_step_is_1_over_L():
     model = arm_model("tangent").train()
     for x in model.states(model.embed(torch.randint(20, (2, 9)))):
         assert (x.norm(dim=-1) - 1).abs().max() < 1e-5
+    model = arm_model("sphere").eval()
+    x, tables = model.start(model.embed(torch.randint(20, (2, 9))))
+    block = model.blocks[0]
+    block.mlp = torch.zeros_like  # the attention's step alone: h = 1/3, and a unit row has channels of size 32^(-1/2)
+    m = block.attention(block.norm_attn(x), tables)
+    assert torch.allclose(block(x, tables), unit(x + rc.tangent(x, m) / 3 / 32 ** 0.5), atol=1e-6)
 
 
 @pytest.mark.parametrize("rank", [0, 8])
@@ -1907,8 +1921,9 @@ def test_wikitext_files_and_their_fallback(server, tmp_path, monkeypatch, capsys
     server.answers = [reply(parts["train"]), reply(parts["valid"]), reply(parts["test"])]
     text = data.load_wikitext()
     assert text.name == "wikitext-2" and text.train.encode() == parts["train"] and text.valid.encode() == parts["valid"]
+    assert len(server.requests) == 2  # test.txt is not needed
     (tmp_path / "cache/train.txt").unlink()
-    server.answers = [reply(b"gone", status=404)]
+    server.answers = [*[reply(b"gone", status=404)] * 3, reply(parts["test"])]
     text = data.load_wikitext()
     assert "valid.txt for training" in text.name and text.valid.encode() == parts["test"]
     assert "WARNING" in capsys.readouterr().err
@@ -2026,6 +2041,10 @@ def test_no_git_and_odd_devices(monkeypatch, tmp_path):
     assert harness.environment(torch.device("cpu"))["git"] is None
     with pytest.raises(harness.UserError, match="cpu:abc"):
         harness.pick_device("cpu:abc", "auto")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(harness.UserError, match="cuda:9 is not there; this machine has cuda:0 to cuda:0"):
+        harness.pick_device("cuda:9", "auto")
 
 
 def test_noise_conclusion_needs_an_amplitude():

@@ -150,11 +150,8 @@ def measure(model, ids, targets):
     model.eval()
     found = metrics.by_layer(model.states(model.embed(ids))) | noise_arms.embedding_robustness(model, ids, targets)
     if model.arm != "standard":
-        model.control(ids, act=False)
-        found["lambda_max_by_layer"] = [block.attn.lam.max().item() for block in model.blocks]
-        found["eta_used_by_layer"] = [block.attn.eta_used.max().item() for block in model.blocks]
-        found["lambda_max"] = max(found["lambda_max_by_layer"])
-        found["eta_used"] = max(found["eta_used_by_layer"])
+        lam, _, used = model.control(ids, act=False).tolist()
+        found |= {"lambda_max_by_layer": lam, "eta_used_by_layer": used, "lambda_max": max(lam), "eta_used": max(used)}
     return found
 
 
@@ -214,11 +211,8 @@ def run(args, data, out, progress, device, dtype, arm, seq, seed, eta=None):
 
     def control(step, inputs):
         if arm != "standard" and step % args.control_every == 0:
-            model.control(inputs, act=not args.no_control)
-            attns = [block.attn for block in model.blocks]
-            return {"lambda_max": max(a.lam.max().item() for a in attns),
-                    "eta_asked": max(a.eta_asked.max().item() for a in attns),
-                    "eta_used": max(a.eta_used.max().item() for a in attns)}
+            seen = model.control(inputs, act=not args.no_control).amax(-1).tolist()  # one synchronisation
+            return dict(zip(("lambda_max", "eta_asked", "eta_used"), seen))
 
     lr = harness.peak_lr(args, arm, recipe["lr"])
     result = harness.train(
@@ -419,10 +413,8 @@ def main():
         if args.prompt == "\n" and "\n" not in data.vocabulary:
             args.prompt = ""
         encode(args.prompt, data.vocabulary)
-    for arm in args.arms:
-        if args.lr is None and (args.layers, args.dim) != (24, 64) and not args.quick:
-            print("note: the default learning rates are tuned for 24 layers and d = 64; set --lr for other sizes")
-            break
+    if args.lr is None and (args.layers, args.dim) != (24, 64) and not args.quick:
+        print("note: the default learning rates are tuned for 24 layers and d = 64; set --lr for other sizes")
     params = {arm: sum(p.numel() for p in Transformer(len(data.vocabulary), args.layers, args.dim, args.heads, arm,
                                                       loop=args.loop).parameters()) for arm in ARMS}
     print(f"data: {text.name}, {len(text.text)} characters, {len(data.vocabulary)} different"

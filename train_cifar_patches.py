@@ -83,9 +83,10 @@ def main():
     labels, images = data.train
     print(f"data: {data.name}, {len(labels)} images to train on, {len(data.valid[0])} to evaluate")
 
+    mean, std = (0.0, 1.0) if args.no_normalize else (channel[:, None, None].to(device) for channel in (MEAN, STD))
+
     def patches_of(pixels):  # in [0, 1]
-        return patchify(pixels if args.no_normalize else (pixels - MEAN[:, None, None].to(pixels)) /
-                        STD[:, None, None].to(pixels))
+        return patchify((pixels - mean) / std)
 
     def make_model(**options):
         return PatchTransformer(10, 64, 48, args.layers, args.dim, args.heads, **options)

@@ -618,7 +618,7 @@ def parser(doc, dtype="float64"):
                    help=f"of all sums (default {dtype or 'that of each test'})")
     p.add_argument("--quick", action="store_true", help="a few seconds: a tiny micro and a small protocol; for tests")
     p.add_argument("--out", type=folder, default=ROOT / "results" / "geometry", help="folder of the JSON and the figure")
-    p.add_argument("--data-dir", type=Path, help="folder with the text that micro is trained on")
+    p.add_argument("--data-dir", type=folder, help="folder with the text that micro is trained on")
     p.add_argument("--threads", type=number(int, low=1), help="CPU threads (default: torch's choice)")
     p.add_argument("--seed", type=number(int, low=0, high=2 ** 31), default=0,
                    help="of every random draw, micro's too (default 0)")

@@ -28,11 +28,11 @@ import pathlib
 import pstats
 import random
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from statistics import median
 
 import torch
 import torch.nn as nn
@@ -80,7 +80,7 @@ def summary(ratios):
     ratios, n = sorted(ratios), len(ratios)
     # the k-th smallest and k-th largest enclose the median with probability 1 - 2 P(Binomial(n, 1/2) < k)
     k = max([k for k in range(1, n // 2 + 1) if sum(math.comb(n, i) for i in range(k)) / 2 ** n <= 0.025], default=1)
-    return {"ratio": median(ratios), "quartiles": [ratios[n // 4], ratios[-1 - n // 4]],
+    return {"ratio": statistics.median(ratios), "quartiles": [ratios[n // 4], ratios[-1 - n // 4]],
             "interval": [ratios[k - 1], ratios[-k]], "rounds": n}
 
 
@@ -97,7 +97,7 @@ def in_turn(bench, calls, rounds=None):
             if number >= 0:
                 taken[name].append(spent)
     first = next(iter(taken.values()))
-    return {name: {"seconds": median(spent), "all": spent, **summary([b / a for a, b in zip(first, spent)])}
+    return {name: {"seconds": statistics.median(spent), "all": spent, **summary([b / a for a, b in zip(first, spent)])}
             for name, spent in taken.items()}
 
 
@@ -154,18 +154,19 @@ class Bench:
         return row
 
 
-def training_step(model, inputs, targets, device, dtype=None):
-    """One step of the trainers' kind on a fixed batch, without the harness."""
+def training_step(model, inputs, targets, device, dtype=None, lr=1e-3):
+    """One step of the trainers' kind on a batch, a fixed one unless the step is given another, without the harness."""
     model.to(device)
-    optimizer = harness.make_optimizer(harness.bare(model), 1e-3, 0.1, device)
+    optimizer = harness.make_optimizer(harness.bare(model), lr, device)
 
-    def step():
+    def step(inputs=inputs, targets=targets):
         with torch.autocast(device.type, dtype, enabled=dtype is not None):
             loss = model(inputs, targets)[1]
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        return loss
     return step
 
 
@@ -177,10 +178,10 @@ def bytes_moved(model, tokens):
     return 4 * (products + 7 * sum(p.numel() for p in model.parameters()))
 
 
-def character_model(bench, arm, layers, dim, **options):
-    torch.manual_seed(0)
+def character_model(bench, arm, layers, dim, heads=4, seed=0, **options):
+    torch.manual_seed(seed)
     start = {} if arm == "standard" else dict(eta=0.07, eta_mlp=0.07, beta=6.0)
-    return Transformer(len(bench.data.vocabulary), layers, dim, 4, arm, **start, **options)
+    return Transformer(len(bench.data.vocabulary), layers, dim, heads, arm, **start, **options)
 
 
 def character_batch(bench, batch, seq, seed=0):
@@ -268,13 +269,13 @@ def plain(bench):
         return character_batch(bench, batch, seq, step)
 
     def between():
-        spent = median([b - a for a, b in zip(marks, marks[1:])])
+        spent = statistics.median([b - a for a, b in zip(marks, marks[1:])])
         marks.clear()
         return spent
 
     def trainer():
         harness.train(pathlib.Path(folder.name) / str(next(number)), character_model(bench, "standard", layers, dim),
-                      one_batch, {}, seed=0, steps=steps, lr=1e-3, weight_decay=0.1, device=bench.device, dtype=None,
+                      one_batch, {}, seed=0, steps=steps, lr=1e-3, device=bench.device, dtype=None,
                       evaluate=lambda model: {"val_loss": 0.0}, eval_every=steps, progress=harness.Progress(steps),
                       label="bench")
         return between()
@@ -484,27 +485,17 @@ def compiled(bench):
         bench.row("compile", f"bfloat16 over float32, {arm}", taken=in_turn(bench, steps)["torch.bfloat16"])
         losses = {dtype: [final_loss(bench, arm, dtype, seed, 4 if bench.quick else 200) for seed in range(3)]
                   for dtype in (None, torch.bfloat16)}
-        mean = {dtype: sum(each) / len(each) for dtype, each in losses.items()}
-        spread = metrics.spread([{"loss": loss} for loss in losses[None]], "loss")[1]
+        change = statistics.mean(losses[torch.bfloat16]) - statistics.mean(losses[None])
         bench.row("compile", f"loss of bfloat16 less float32 after 200 steps, {arm}, over the seeds' s.d.", 1.0,
-                  value=abs(mean[torch.bfloat16] - mean[None]) / spread, losses={str(k): v for k, v in losses.items()})
+                  value=abs(change) / statistics.stdev(losses[None]), losses={str(k): v for k, v in losses.items()})
 
 
 def final_loss(bench, arm, dtype, seed, steps):
     """Mean training loss of the last tenth of `steps`, a small model, seeded."""
-    torch.manual_seed(seed)
-    start = {} if arm == "standard" else dict(eta=0.07, eta_mlp=0.07, beta=6.0)
-    model = Transformer(len(bench.data.vocabulary), 4, 32, 2, arm, **start).to(bench.device)
-    optimizer, losses = harness.make_optimizer(model, 1e-2, 0.1, bench.device), []
-    for step in range(steps):
-        with torch.autocast(bench.device.type, dtype, enabled=dtype is not None):
-            loss = model(*character_batch(bench, 8, 64, 1000 * seed + step))[1]
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss.item())
-    return sum(losses[-max(1, steps // 10):]) / max(1, steps // 10)
+    batch = lambda step: character_batch(bench, 8, 64, 1000 * seed + step)
+    step = training_step(character_model(bench, arm, 4, 32, 2, seed), *batch(0), bench.device, dtype, lr=1e-2)
+    losses = [step(*batch(number)).item() for number in range(steps)]
+    return statistics.mean(losses[-max(1, steps // 10):])
 
 
 def script(*words):

@@ -331,3 +331,9 @@ def windows(ids, starts, seq, device):
     """Inputs and next-token targets (B, seq) at the given starts (B,)."""
     block = ids[starts[:, None] + torch.arange(seq + 1)].to(device).long()
     return block[:, :-1], block[:, 1:]
+
+
+def tiles(ids, seq, device, blocks=None):
+    """Windows that tile ids, or the first few of them, 32 at a time."""
+    for starts in torch.arange(0, len(ids) - seq, seq)[:blocks].split(32):
+        yield windows(ids, starts, seq, device)

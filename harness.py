@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 FORMAT = 1  # of checkpoint.pt
+WEIGHT_DECAY = 0.1  # of every training
 # Under `torchrun --nproc_per_node=N` each rank takes its part of every batch; rank 0 alone evaluates, prints and writes.
 RANK, WORLD = [int(os.environ[name]) if torch.distributed.is_torchelastic_launched() else alone
                for name, alone in (("RANK", 0), ("WORLD_SIZE", 1))]
@@ -315,14 +316,29 @@ def lock_file(file, folder, shared=False, wait=False):
         pass  # Windows, and some network file systems, have no flock: two runs in one folder are not caught there
 
 
-def write_config(out, config, args, device):
-    """config.json, what was asked for and where, once: --resume leaves the first. UserError when it is not a run's."""
-    path = out / "config.json"
+def write_config(out, args, device, **config):
+    """config.json, what was asked for and where, once: --resume leaves the first. UserError when it is not a run's.
+    Returns the command and config, for the summary."""
+    path, config = out / "config.json", {"command": " ".join(["python", *(w for w in sys.argv if w != "--resume")]), **config}
     if not path.exists():
         write_json(path, {**config, "options": {k: str(v) for k, v in vars(args).items()},
                           "environment": environment(device)})
     elif not {"options", "environment"} <= set(read_json(path)):
         raise UserError(f"{path} is not a run's: it is kept; choose another --out")
+    return config
+
+
+def check_common(args):
+    """UserError for what add_common's options can't say alone, before anything is written."""
+    if args.dim % args.heads or args.dim // args.heads % 2:
+        raise UserError(f"--dim {args.dim} must be --heads {args.heads} times an even head size, for RoPE's pairs")
+    peak_lr(args, args.arms[0], None)  # a wrong number of them
+
+
+def print_verdicts(verdicts, out):
+    for verdict in verdicts:
+        print(f"{verdict['verdict']:>13}: {verdict['claim']} ({verdict['measured']})")
+    print(f"results in {out}")
 
 
 def save_checkpoint(folder, state):
@@ -432,10 +448,10 @@ class Interrupts:
             signal.signal(signal.SIGINT, self.before)
 
 
-def make_optimizer(model, lr, weight_decay, device):
+def make_optimizer(model, lr, device):
     """AdamW; weight decay on matrices alone."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},
+    groups = [{"params": [p for p in parameters if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
               {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.99), fused=device.type in ("cpu", "cuda"))
 
@@ -465,8 +481,8 @@ def first_bad(model, inputs, targets):
     return found[0] if found else "in the loss alone"
 
 
-def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device, dtype, evaluate, eval_every,
-          warmup=100, clip=1.0, every=None, compile=False, progress, label):
+def train(folder, model, batch, header, *, seed, steps, lr, device, dtype, evaluate, eval_every, every=None, compile=False,
+          progress, label):
     """Train model for `steps`; returns the result, also left in folder/result.json, and skips what is done.
 
     batch(step) -> (inputs, targets); model(inputs, targets) -> (_, loss), the mean over the batch. evaluate(model) -> dict
@@ -478,9 +494,9 @@ def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device
     process; every() sees the whole batch; dropout and token noise differ between ranks. Other ranks than 0 get None.
     """
     result_path, log_path = folder / "result.json", folder / "metrics.jsonl"
-    header = {"format": FORMAT, "seed": seed, "steps": steps, "lr": lr, "weight_decay": weight_decay,
+    header = {"format": FORMAT, "seed": seed, "steps": steps, "lr": lr, "weight_decay": WEIGHT_DECAY,
               "dtype": str(dtype), **header}
-    warmup = max(1, min(warmup, steps // 5))
+    warmup = max(1, min(100, steps // 5))
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         log = open(os.devnull if RANK else log_path, "ab", buffering=0)
@@ -508,7 +524,7 @@ def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device
         log.close()
         progress.advance(f"{label}: done before", steps, free=True)
         return None if RANK else result
-    optimizer = make_optimizer(model, lr, weight_decay, device)
+    optimizer = make_optimizer(model, lr, device)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     begin, evaluations, log_bytes = 0, [], 0
     if saved is not None:
@@ -595,7 +611,7 @@ def train(folder, model, batch, header, *, seed, steps, lr, weight_decay, device
                 optimizer.zero_grad(set_to_none=True)
                 scaler.scale(loss).backward()
                 scaler.unscale_(optimizer)
-                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 pending.append((step, loss.detach(), norm, extra))
                 due = step + 1 == steps or (step + 1) % eval_every == 0
                 if device.type == "cpu" or due or len(pending) == 20:  # on a GPU, one synchronisation in 20 steps
@@ -650,15 +666,15 @@ def table(rows, columns):
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in lines)
 
 
-def figure_axes(columns, height=3.4):
+def figure_axes(columns, height=3.4, dpi=110):
     """A matplotlib figure and its axes; save_figure draws it without a display."""
     from matplotlib.figure import Figure
-    figure = Figure(figsize=(4.2 * columns, height), layout="constrained")
+    figure = Figure(figsize=(4.2 * columns, height), dpi=dpi, layout="constrained")
     return figure, figure.subplots(1, columns)
 
 
 def save_figure(figure, path):
     """As PNG, atomically."""
     data = io.BytesIO()
-    figure.savefig(data, dpi=110, format="png")
+    figure.savefig(data, format="png")
     write_atomic(path, data.getbuffer())

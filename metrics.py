@@ -206,6 +206,14 @@ def perturbation_robustness(evaluate, x, noise=(), sign=(), generator=None):
             "sign": {s: change(x + s * gradient.sign()) for s in sign}}
 
 
+@torch.no_grad()
+def mean_loss(model, batches):
+    """Mean of model(inputs, targets)[1] over all samples of batches, (inputs, targets) of any sizes: nats, a float."""
+    sizes, losses = zip(*((len(inputs), model(inputs, targets)[1]) for inputs, targets in batches))
+    sizes = torch.tensor(sizes, dtype=torch.float64)
+    return (torch.stack(losses).cpu().double() @ sizes / sizes.sum()).item()
+
+
 def unigram_entropy(ids):
     """-sum_k p_k log p_k, nats, p the frequencies of the ids (integers >= 0, any shape): the least loss that predictions
     can have which see nothing of the context. () float64."""

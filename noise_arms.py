@@ -17,8 +17,6 @@ Noise budget a layer: E||dx||^2 = (d - 1)(a^2 + gamma^2 h), a = h: the note's ow
 Source: the note "Tangent Brownian symmetry breaking", section 4.
 """
 import json
-import math
-import sys
 
 import torch
 
@@ -56,9 +54,7 @@ def add_options(parser):
 
 
 def check_options(args):
-    if args.dim % args.heads or args.dim // args.heads % 2:
-        raise UserError(f"--dim {args.dim} must be --heads {args.heads} times an even head size, for RoPE's pairs")
-    harness.peak_lr(args, args.arms[0], None)  # refuses a wrong number of them, before anything is written
+    harness.check_common(args)
     if args.rank > args.dim:
         raise UserError(f"--rank {args.rank} must not exceed --dim {args.dim}; 0 is the full matrix")
     if args.dropout >= 1:
@@ -168,7 +164,7 @@ def run_all(args, out, device, dtype, header, lr, make_model, batch, evaluate, e
         model = make_model(**model_options(arm, args, seed, h, gamma))
         rate = harness.peak_lr(args, arm, lr[model.arm])
         result = harness.train(
-            folder, model, lambda step: batch(step, seed), seed=seed, steps=steps[arm], lr=rate, weight_decay=0.1,
+            folder, model, lambda step: batch(step, seed), seed=seed, steps=steps[arm], lr=rate,
             header=dict(header, experiment_arm=arm, h=h, gamma=gamma, rank=args.rank, common=args.common,
                         dropout=args.dropout, layers=args.layers, dim=args.dim, heads=args.heads, batch=args.batch),
             device=device, dtype=dtype, eval_every=args.eval_every, compile=args.compile, progress=progress, label=name,
@@ -244,9 +240,8 @@ def experiment(args, device, dtype, name, columns, metric, unit_, robust, theory
     perturbed inputs; theory: nats that the figure shows as lines, loss without a look at the input, and the largest entropy.
     """
     out, lock = harness.open_folder(args.out, args.resume, name + ("-sweep" if args.sweep else ""), args.shard or "")
-    command = " ".join(["python", *(word for word in sys.argv if word != "--resume")])
     with lock:
-        harness.write_config(out, {"command": command}, args, device)
+        config = harness.write_config(out, args, device)
         run_all(args, out, device, dtype, header, **parts)
     if harness.RANK:
         return
@@ -269,12 +264,10 @@ def experiment(args, device, dtype, name, columns, metric, unit_, robust, theory
         shown[key], shown[key + "_sd"] = (heading, spec), ("+-", spec)
     print(harness.table(table, {**shown, **extra}))
     verdicts = hypothesis(rows, metric, unit_, robust) if complete and not args.sweep else []
-    harness.write_json(out / "summary.json", {"command": command, **header, "complete": complete, "theory": theory,
+    harness.write_json(out / "summary.json", {**config, **header, "complete": complete, "theory": theory,
                                               "table": table, "runs": rows, "verdicts": verdicts})
     draw(out, rows, table, columns[metric][0], metric, theory)
-    for verdict in verdicts:
-        print(f"{verdict['verdict']:>13}: {verdict['claim']} ({verdict['measured']})")
-    print(f"results in {out}")
+    harness.print_verdicts(verdicts, out)
     turn.close()
 
 

@@ -1125,7 +1125,7 @@ def small_run(folder, steps=12, at=None, every=4, seed=0, compile=False, dtype=N
     def evaluate(m):
         torch.rand(3)  # an evaluation that draws
         return {"val_loss": m.net[0].weight.square().sum().item()}
-    result = harness.train(folder, wrap(net), batch, header, seed=seed, steps=steps, lr=0.01, weight_decay=0.1,
+    result = harness.train(folder, wrap(net), batch, header, seed=seed, steps=steps, lr=0.01,
                            device=torch.device("cpu"), dtype=dtype, eval_every=every, compile=compile, evaluate=evaluate,
                            progress=harness.Progress(steps), label="small")
     return net, result, seen

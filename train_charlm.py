@@ -36,16 +36,16 @@ import metrics
 import noise_arms
 import noise_block
 import rope_consensus
-from data import character_data, load_text, windows
+from data import character_data, load_text, tiles, windows
 from harness import UserError
 from model import ARMS, Transformer
 
 # Recipe of each arm, tuned alike (README): peak learning rate, weight decay, first eta of attention and MLP.
 RECIPES = {
-    "standard": dict(lr=1.5e-2, weight_decay=0.1, eta=None, eta_mlp=None),
-    "consensus": dict(lr=4e-2, weight_decay=0.1, eta=0.02, eta_mlp=0.07),
-    "consensus-v": dict(lr=4e-2, weight_decay=0.1, eta=0.07, eta_mlp=0.07),
-    "consensus-qkv": dict(lr=4e-2, weight_decay=0.1, eta=0.07, eta_mlp=0.07),
+    "standard": dict(lr=1.5e-2, eta=None, eta_mlp=None),
+    "consensus": dict(lr=4e-2, eta=0.02, eta_mlp=0.07),
+    "consensus-v": dict(lr=4e-2, eta=0.07, eta_mlp=0.07),
+    "consensus-qkv": dict(lr=4e-2, eta=0.07, eta_mlp=0.07),
 }
 SWEEP = (0.02, 0.05, 0.1, 0.3, 1.0, 1.8, 2.3, 3.0, 4.5)
 
@@ -90,25 +90,13 @@ def parse():
     args.seq = args.seq or [128 if sweep else 256]
     args.steps = args.steps or (80 if sweep else 300)
     args.eval_every = args.eval_every or max(1, args.steps // 3)
-    harness.peak_lr(args, args.arms[0], None)  # refuses a wrong number of them, before anything is written
     if sweep and (args.seeds > 1 or len(args.seq) > 1):
         raise UserError("--eta sweeps one --seed and one --seq: run it once for each, with an --out of its own")
-    if args.dim % args.heads or args.dim // args.heads % 2:
-        raise UserError(f"--dim {args.dim} must be --heads {args.heads} times an even head size, for RoPE's pairs")
+    harness.check_common(args)
     return args
 
 
 # ------------------------------------------------------------------------------------------------ measurements
-
-@torch.no_grad()
-def validation_loss(model, ids, seq, device, blocks=None):
-    """Mean nats per character over the blocks that tile ids, or over the first few of them."""
-    starts = torch.arange(0, len(ids) - seq, seq)[:blocks]
-    total = 0.0
-    for part in starts.split(64):
-        total += model(*windows(ids, part, seq, device))[1].item() * len(part)
-    return total / len(starts)
-
 
 def disagreement_growth(update, x, heads, steps=200):
     """Growth per application of update's derivative J at equal tokens x (n, d): that of a random disagreement's diameter, the
@@ -149,6 +137,7 @@ def measure(model, ids, targets):
     """metrics.by_layer over whole token states, robustness, and in the controlled arms lambda_max and eta."""
     model.eval()
     found = metrics.by_layer(model.states(model.embed(ids))) | noise_arms.embedding_robustness(model, ids, targets)
+    found["diameter_last"] = found["diameter_by_layer"][-1]
     if model.arm != "standard":
         lam, _, used = model.control(ids, act=False).tolist()
         found |= {"lambda_max_by_layer": lam, "eta_used_by_layer": used, "lambda_max": max(lam), "eta_used": max(used)}
@@ -216,13 +205,13 @@ def run(args, data, out, progress, device, dtype, arm, seq, seed, eta=None):
 
     lr = harness.peak_lr(args, arm, recipe["lr"])
     result = harness.train(
-        out / name, model, batch, seed=seed, steps=args.steps, lr=lr, weight_decay=recipe["weight_decay"],
+        out / name, model, batch, seed=seed, steps=args.steps, lr=lr,
         header=dict(arm=arm, seq=seq, batch=args.batch, layers=args.layers, dim=args.dim, heads=args.heads, **start,
                     held=eta is not None, beta=args.beta, loop=args.loop, noise=args.noise, gamma=args.gamma, h=args.h,
                     control=not args.no_control, control_every=args.control_every, dataset=data.name,
                     vocabulary=data.vocabulary, data=data.sha256),
         device=device, dtype=dtype, eval_every=args.eval_every,
-        evaluate=lambda m: {"val_loss": validation_loss(m, data.valid, seq, device, blocks=32)},
+        evaluate=lambda m: {"val_loss": metrics.mean_loss(m, tiles(data.valid, seq, device, blocks=32))},
         every=control, compile=args.compile, progress=progress, label=name)
     if harness.RANK:
         return model, None
@@ -233,7 +222,7 @@ def run(args, data, out, progress, device, dtype, arm, seq, seed, eta=None):
                best=result["best"],
                train_loss=result["train_loss_last"], grad_norm_mean=stats["mean"], grad_norm_var=stats["var"])
     if not result["diverged"]:
-        row["val_loss"] = validation_loss(model.eval(), data.valid, seq, device)
+        row["val_loss"] = metrics.mean_loss(model.eval(), tiles(data.valid, seq, device))
         row["bits_per_byte"] = metrics.bits_per_byte(row["val_loss"], len(data.valid), data.valid_bytes)
         ids, targets = windows(data.valid, torch.arange(4) * ((len(data.valid) - seq) // 4), seq, device)
         row.update(measure(model, ids, targets))
@@ -273,7 +262,6 @@ def compare(args, data, out, device, dtype):
             verdicts.append(metrics.paired_verdict(f"{arm} ends below {args.arms[0]}, seq {seq}, nats per character",
                                                    loss[arm], loss[args.arms[0]]))
     for row in rows:
-        row["diameter_last"] = row.get("diameter_by_layer", [None])[-1]
         timing = out / f"{row['arm']}-seq{row['seq']}-seed{row['seed']}" / "timing.json"
         if timing.exists():
             row["chars_per_second"] = args.batch * row["seq"] / harness.read_json(timing)["seconds_per_step"]
@@ -353,9 +341,7 @@ def sweep(args, data, out, device, dtype):
         by = [name for name, hit in (("loss", row["diverged"] or row["val_loss"] > row["start_loss"]),
                                      ("multiplier", row.get("local_multiplier", 0) > 1)) if hit]
         row["diverged"], row["diverged_by"] = bool(by), " ".join(by)
-        row["diameter_last"] = row.get("diameter_by_layer", [None])[-1]
         row["control_acted"] = row.get("eta_used", row["eta"]) < row["eta"] * (1 - 1e-6)
-    standard["diameter_last"] = standard.get("diameter_by_layer", [None])[-1]
     print(harness.table([standard, *rows], {
         "arm": ("arm", ""), "eta": ("eta", "g"), "eta_over_eta_c": ("eta/eta_c", ".3f"), "eta_used": ("used", ".3f"),
         "lambda_max": ("lambda_max", ".4f"), "local_multiplier": ("multiplier", ".3f"), "val_loss": ("val loss", ".4f"),
@@ -420,18 +406,14 @@ def main():
     print(f"data: {text.name}, {len(text.text)} characters, {len(data.vocabulary)} different"
           f"{'; it holds ' + text.notes if text.notes else ''}; parameters {params[args.arms[0]]:,} in every arm")
     out, lock = harness.open_folder(args.out, args.resume, "charlm" if args.eta is None else "charlm-eta")
-    command = " ".join(["python", *(word for word in sys.argv if word != "--resume")])
-    config = {"command": command, "dataset": text.name, "params": params}
     with lock:
-        harness.write_config(out, config, args, device)
+        config = harness.write_config(out, args, device, dataset=text.name, params=params)
         found = (compare if args.eta is None else sweep)(args, data, out, device, dtype)
         if harness.RANK:
             return
         harness.write_json(out / "summary.json", {**config, **found})
     print()
-    for verdict in found["verdicts"]:
-        print(f"{verdict['verdict']:>13}: {verdict['claim']} ({verdict['measured']})")
-    print(f"results in {out}")
+    harness.print_verdicts(found["verdicts"], out)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import torch
 import harness
 import metrics
 import noise_arms
-from data import gpt2_encoding, load_wikitext, token_data, windows
+from data import gpt2_encoding, load_wikitext, tiles, token_data, windows
 from model import Transformer
 
 BLOCKS = 400  # of the evaluation text: all of it would take longer than the training
@@ -65,19 +65,16 @@ def main():
         return windows(data.train, starts, args.seq, device)
 
     def loss_of(model, blocks):
-        starts = torch.arange(0, len(data.valid) - args.seq, args.seq)[:blocks]
-        total = sum(model(*windows(data.valid, part, args.seq, device))[1].item() * len(part)
-                    for part in starts.split(32))
-        return total / len(starts)
+        return metrics.mean_loss(model, tiles(data.valid, args.seq, device, blocks))
 
     held_out = windows(data.valid, torch.arange(8) * ((len(data.valid) - args.seq) // 8), args.seq, device)
 
     def final(model):
-        with torch.no_grad():
-            nats = loss_of(model, BLOCKS)
-        return noise_arms.embedding_robustness(model, *held_out) | {"val_loss": nats, "ppl_token": math.exp(nats), "context": args.seq,
-                "ppl_word": math.exp(nats * data.scored / data.words),
-                "bits_per_byte": metrics.bits_per_byte(nats, data.scored, data.bytes)}
+        nats = loss_of(model, BLOCKS)
+        return noise_arms.embedding_robustness(model, *held_out) | {
+            "val_loss": nats, "ppl_token": math.exp(nats), "context": args.seq,
+            "ppl_word": math.exp(nats * data.scored / data.words),
+            "bits_per_byte": metrics.bits_per_byte(nats, data.scored, data.bytes)}
 
     columns = COLUMNS | {key: (f"{COLUMNS[key][0]} at {args.seq}", ".1f") for key in ("ppl_token", "ppl_word")}
     noise_arms.experiment(

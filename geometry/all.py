@@ -96,7 +96,7 @@ def fill(path, text):
     if page.count(MARK[0]) != 1 or page.count(MARK[1]) != 1:
         raise models.UserError(f"{path} needs the lines {MARK[0]!r} and {MARK[1]!r}, once each")
     head, rest = page.split(MARK[0])
-    path.write_text(f"{head}{MARK[0]}\n{text}\n{MARK[1]}{rest.split(MARK[1])[1]}", encoding="utf-8")
+    models.write_atomic(path, f"{head}{MARK[0]}\n{text}\n{MARK[1]}{rest.split(MARK[1])[1]}".encode())
 
 
 def main():

@@ -74,12 +74,10 @@ def run(model, ids, scale=1.0, hold=False, remove=None, probe=None):
         sink = sink + p[..., 0].mean(1)
         if probe:
             probe(i, q, k, p)
-    x, losses = model.final_norm(x), []
+    losses = []
     for rows, target in zip(x[:, :-1].split(64, 1), ids[:, 1:].split(64, 1)):   # (s, 64, V) at a time
-        logits = F.linear(rows, model.unembedding)
-        if model.logit_cap is not None:
-            logits = model.logit_cap * torch.tanh(logits / model.logit_cap)
-        losses.append(F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view(target.shape))
+        logits = model.logits(rows).flatten(0, 1)
+        losses.append(F.cross_entropy(logits, target.flatten(), reduction="none").view(target.shape))
     return torch.cat(losses, 1).double(), (sink / len(model.blocks)).double()
 
 
@@ -349,7 +347,7 @@ def main():
              would_change="a share above half"),
         dict(claim="N_max grows exponentially in alpha^2",
              paper="30.2 exp(0.09 alpha^2 |WQ||WK|), no test against linear", theory="Eq. 47",
-             ours=f"N_max up to the prefix: {', '.join(map(str, distinct))} ({len(points)} points)"
+             ours=f"N_max up to the prefix: {', '.join(map(str, distinct))} ({len(points)} point{'s' * (len(points) != 1)})"
              + (f"; AIC exponential {growth[0]:.1f}, linear {growth[1]:.1f}" if len(distinct) > 3 else ""),
              null="at alpha = 1: " + ", ".join(f"P = {p}: N_max {m}" for p, m in reach.items()),
              verdict="not decided" if not abs(growth[0] - growth[1]) > 2 else
@@ -380,8 +378,8 @@ def main():
              "below noise's", would_change="a dimension that tells readable text from the same tokens shuffled"),
     ]
 
-    def figure(path):
-        fig, ax = models.figure_axes(4, height=3.8)
+    def figure():
+        fig, ax = models.figure_axes(4, height=3.8, dpi=95)
         for (name, v), style in zip(logs.items(), ("ko-", "ks-", "kx--", "k^:", "kv:", "k<:", "k>:")):
             ax[0].loglog(lengths, np.exp(v.mean(1)), style, ms=4, lw=0.9, mfc="white", label=name)
         for p, v in mixed.items():
@@ -404,7 +402,7 @@ def main():
         ax[3].set(xlabel="alpha", ylabel="rise of ln PPL on text", title="sink let go, held, removed")
         for x in ax:
             x.legend(fontsize=6)
-        fig.savefig(path, dpi=95)
+        return fig
 
     models.report(
         args, model, "context_horizon", "paper, Section VI.5",

@@ -31,6 +31,7 @@ Qwen3, Mistral, Gemma or GPT-2 shaped; safetensors or GGUF) load through transfo
 """
 import dataclasses
 import hashlib
+import io
 import json
 import math
 import os
@@ -52,7 +53,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # harness.py lives one floor down, at the top of the repository
 from data import CACHE, load_text  # noqa: E402,F401
 import harness  # noqa: E402
-from harness import Parser, UserError, figure_axes, folder, number, write_json, writing  # noqa: E402,F401
+from harness import Parser, UserError, figure_axes, folder, number, write_atomic, write_json, writing  # noqa: E402,F401
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt2")
 GGUF_FAMILIES = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gpt2")  # mistral files call themselves llama
@@ -189,11 +190,13 @@ class Model:
             xs.append(block(xs[-1]))
         return xs
 
+    def logits(self, x):  # of the last block's output, (..., d) -> (..., V)
+        z = F.linear(self.final_norm(x), self.unembedding)
+        return z if self.logit_cap is None else self.logit_cap * torch.tanh(z / self.logit_cap)
+
     @torch.no_grad()
     def loss(self, ids):  # mean next-token cross-entropy, nats, in the model's dtype
-        logits = F.linear(self.final_norm(self.states(ids)[-1]), self.unembedding)
-        if self.logit_cap is not None:
-            logits = self.logit_cap * torch.tanh(logits / self.logit_cap)
+        logits = self.logits(self.states(ids)[-1])
         return F.cross_entropy(logits[..., :-1, :].flatten(0, -2), ids[..., 1:].flatten()).item()
 
     def random_tokens(self, *shape, seed):  # uniform over the alphabet
@@ -431,12 +434,11 @@ def load_micro(quick, dtype, seed, data_dir):
             raise UserError(f"{path} is damaged: delete it, and micro is trained again") from error
     else:
         net = train_micro(shape, data, seed)
+        weights = io.BytesIO()
+        torch.save(net.state_dict(), weights)
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            part = path.with_suffix(f".{os.getpid()}.part")
-            with open(part, "wb") as file:
-                torch.save(net.state_dict(), file)
-            part.replace(path)  # whole, or not at all
+        write_atomic(path, weights.getbuffer())
     sha = checksum(net)
     net = net.eval().to(dtype)
     tied = net.embed_tokens.weight.detach()
@@ -662,7 +664,7 @@ def report(args, model, test, source, protocol, numbers, claims, figure):
     """Prints the claims and writes <out>/<test>-<model>.json and .png; -quick.json and .png for a quick run.
 
     claims: dicts of claim, paper, theory, ours, null, verdict (short strings, the table's columns), rule (how the
-    verdict follows from the numbers) and would_change (what would have changed it). figure(path) draws.
+    verdict follows from the numbers) and would_change (what would have changed it). figure() draws it.
     """
     columns = ("claim", "paper", "theory", "ours", "null", "verdict")
     table(f"{source}, {model.name}", columns, [[c[k] for k in columns] for c in claims])
@@ -670,8 +672,7 @@ def report(args, model, test, source, protocol, numbers, claims, figure):
     write_json(f"{stem}.json", dict(
         test=test, source=source, model=model.name, about=model.about, dtype=args.dtype, seed=args.seed,
         quick=args.quick, torch=torch.__version__, protocol=protocol, claims=claims, numbers=numbers))
-    with writing(f"{stem}.png"):
-        figure(f"{stem}.png")
+    harness.save_figure(figure(), f"{stem}.png")
     print(f"\nwrote {stem}.json and .png")
 
 

@@ -185,7 +185,7 @@ def main():
                    eps_share_worst_token=share, perplexity={f"{e:.3g}": v for e, v in ppl.items()},
                    first_harmful_eps=harmful, real_stretch_bound=stretch)
 
-    def figure(path):
+    def figure():
         fig, (left, right) = models.figure_axes(2)
         for marker, (layer, sigma) in zip("os^Dv", curves.items()):
             left.loglog(epsilons, sigma, marker, ms=3, mfc="none", color="k", label=f"layer {layer}")
@@ -199,7 +199,7 @@ def main():
         right.axvspan(real.min().item(), real.max().item(), color="0.85", label="mean square of real tokens")
         right.set(xlabel="eps of every norm", ylabel="perplexity of English", title="does eps matter?")
         right.legend(fontsize=6)
-        fig.savefig(path, dpi=110)
+        return fig
 
     models.report(args, model, "mollifier", "paper Sec. VI.1", protocol, numbers, claims, figure)
 

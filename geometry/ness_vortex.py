@@ -159,10 +159,7 @@ def next_token_loss(model, ids):
     x = model.embed(ids[:, :-1])
     for block in model.blocks:
         x = block(x)
-    logits = F.linear(model.final_norm(x), model.unembedding)
-    if model.logit_cap is not None:
-        logits = model.logit_cap * torch.tanh(logits / model.logit_cap)
-    return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    return F.cross_entropy(model.logits(x).flatten(0, 1), ids[:, 1:].flatten())
 
 
 def weights(model):
@@ -770,8 +767,8 @@ def main():
         numbers |= dict(slope=slope, gauge=dict(measured=measured, theory=parts, eq74=printed, last_kept=kept,
                                                 first_dropped=dropped))
 
-    def figure(path):
-        fig, ax = models.figure_axes(4 if slope else 3)
+    def figure():
+        fig, ax = models.figure_axes(4 if slope else 3, dpi=100)
         walk = principal(random_walk(rng, count, dim), 2)[0][::2]
         for curve, style, label in ((np.array(runs["SGD"]["plane"]), "k-", "SGD, this run"),
                                     (walk, "k:", "random walk, no current")):
@@ -800,7 +797,7 @@ def main():
             ax[3].legend(fontsize=7)
             ax[3].set(xticks=range(4), xticklabels=[k.replace(" labels, batch", ",\n") for k in slope],
                       ylabel="measured / theory (2 se)", title="SGD's circulation")
-        fig.savefig(path, dpi=100)
+        return fig
 
     models.report(args, model, "ness_vortex", "paper, Section VI.6", protocol, numbers, claims, figure)
 

@@ -217,7 +217,7 @@ def main():
              "independent ones do not", would_change="a signal from independent weights that fades with k"),
     ]
 
-    def figure(path):
+    def figure():
         fig, (left, right) = models.figure_axes(2, height=4.2)
         for r, style in zip(rows, ("ko-", "ks--", "k^:", "kv-.", "k<--", "k>:", "kD-", "kp--", "kP:", "k*-.", "kX-",
                                    "kh--")):
@@ -237,7 +237,7 @@ def main():
         right.loglog(ALL_K, np.array(ALL_K) ** -0.5, color="0.6", lw=3, label="$k^{-1/2}$")
         right.set(xlabel="rotation planes k", ylabel="largest sim(N)", title="null controls")
         right.legend(fontsize=7)
-        fig.savefig(path, dpi=110)
+        return fig
 
     models.report(
         args, SimpleNamespace(name="analytic", about={}), "rope_recurrence", "paper, Section VI.4",

@@ -271,7 +271,7 @@ def main():
                        per_token=local).items()},
                    spearman_cos_reach=spearman)
 
-    def figure(path):
+    def figure():
         fig, (left, right) = models.figure_axes(2)
         left.boxplot([c.flatten().numpy() for c in cos], positions=range(len(layers)), widths=0.5, showfliers=False,
                      medianprops=dict(color="k"))
@@ -287,7 +287,7 @@ def main():
         right.loglog(alphas, [error[0][-1] * a / alphas[-1] for a in alphas], "--", color="0.6", label="slope 1")
         right.set(xlabel="step a", ylabel="|delta/a^2 - bracket| / |bracket|", title="a -> 0")
         right.legend(fontsize=6)
-        fig.savefig(path, dpi=110)
+        return fig
 
     models.report(args, model, "torsion", "paper Sec. VI.2", protocol, numbers, claims, figure)
 

@@ -40,8 +40,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-DENSE_LIMIT = 4096 * 4096  # numbers in an n x n matrix that is kept, its upper half; larger ones are computed again and
-BLOCK = 2 ** 20  # again, in square tiles of so many numbers, which stay in the cache
+DENSE_LIMIT = 4096 * 4096  # numbers in n x n matrices up to which their upper halves are kept, not computed again and again
+BLOCK = 2 ** 20  # numbers in a tile of them, which stays in the cache
 
 
 def wide(x):
@@ -52,7 +52,7 @@ def wide(x):
 def unit(x, eps=1e-8):
     """x / ||x|| over the last axis, in float32 at least. Rows shorter than eps become zero, with zero gradient."""
     w = wide(x)
-    return (w * F.threshold(torch.linalg.vector_norm(w, dim=-1, keepdim=True), eps, torch.inf).reciprocal()).to(x.dtype)
+    return (w * F.threshold((w * w).sum(-1, keepdim=True), eps * eps, torch.inf).rsqrt()).to(x.dtype)
 
 
 def tangent(x, v):
@@ -159,7 +159,6 @@ def lanczos(matvec, start, iters, enough=None):
     basis = start.new_zeros(*start.shape[:-1], iters, start.shape[-1])
     alphas, offs = [], []
     q = unit(start, eps)
-    alive = (q != 0).any(-1, keepdim=True)
     scale = 0  # size of the operator so far, for the breakdown test
     for m in range(1, iters + 1):
         w = matvec(q)
@@ -193,12 +192,19 @@ def lambda_max(x, beta, causal=False, iters=64, generator=None, base=10000.0):
     x: (..., n, d), unit rows. Returns (value, residual, converged), each (...).
     Without a mask: Lanczos on I - D^(-1/2) W D^(-1/2), at most `iters` steps, unless one product with W already shows
     that lambda_max is within 0.1% of 1; memory n x (iters + min(n, 4096)). value is a Ritz value, so it may be too small,
-    by residual at most once the wanted mode is found; the safe bound is min(value + residual, 1). converged: value is
-    within 0.1% of lambda_max, by its residual or since lambda_max <= 1. Causal: 1 - min_i A_ii, exact, residual 0.
-    One token, or A = I: value 0.
+    by residual at most once the wanted mode is found; the safe bound is min(value + residual, 1), after 64 steps too low
+    by 0.2% at worst in 20,000 random problems. converged: value is within 0.1% of lambda_max, by its residual after 32
+    steps or more, or since lambda_max <= 1; up to rounding, 10 eps. Causal: 1 - min_i A_ii, exact, residual 0. One token,
+    or A = I: value 0.
     """
+    if torch.is_autocast_enabled(x.device.type):  # 16 bits are not enough
+        with torch.autocast(x.device.type, enabled=False):
+            return lambda_max(x, beta, causal, iters, generator, base)
     y = wide(rope(x, base=base))
-    n, batch = y.shape[-2], y[..., 0, 0].numel()
+    n, batch = y.shape[-2], y.shape[:-2].numel()
+    if n < 2:  # nothing can disagree
+        value = y.new_zeros(y.shape[:-2])
+        return value, value, torch.ones_like(value, dtype=torch.bool)
     side = max(1, math.isqrt(BLOCK // max(1, batch)))
     pieces = [slice(i, min(i + side, n)) for i in range(0, n, side)]
     scaled = beta * y
@@ -208,16 +214,14 @@ def lambda_max(x, beta, causal=False, iters=64, generator=None, base=10000.0):
             for columns in pieces[i:]:
                 yield rows, columns, (scaled[..., rows, :] @ y[..., columns, :].mT).sub_(beta).exp_()
 
+    own = (beta * ((y * y).sum(-1) - 1)).exp()  # W_ii, 1 for unit rows
     if causal:
-        # A_ii = exp(beta S_ii) / sum_{j<=i} exp(beta S_ij); row i of W is its column i
-        total, own = torch.zeros_like(y[..., 0]), torch.zeros_like(y[..., 0])
+        # A_ii = W_ii / sum_{j<=i} W_ij; row i of W is its column i
+        total = torch.zeros_like(own)
         for rows, columns, W in tiles():
-            if rows == columns:
-                own[..., rows] = W.diagonal(0, -2, -1)
-                W.triu_()
-            total[..., columns] += W.sum(-2)
+            total[..., columns] += (W.triu_() if rows == columns else W).sum(-2)
         value = 1 - (own / total).amin(-1)
-        return value, torch.zeros_like(value), torch.ones_like(value, dtype=torch.bool)
+        return value, torch.zeros_like(value), value.isfinite()
     kept = list(tiles()) if batch * n * n <= DENSE_LIMIT else None
 
     def apply(v):  # W v, rows (..., 1, n), from the left: batches of matrices times columns are slow on a CPU
@@ -231,32 +235,34 @@ def lambda_max(x, beta, causal=False, iters=64, generator=None, base=10000.0):
     def within(share, value, error):
         return error <= share * value + 10 * torch.finfo(y.dtype).eps
 
-    Z = apply(torch.ones_like(y[..., None, :, 0]))
+    own = own[..., None, :]
+    Z = apply(torch.ones_like(own))
     # lambda_max is between 1 and I - A's Rayleigh quotient at one token against all, e_i without its consensus part:
-    # 1 - (A_ii - pi_i)/(1 - pi_i), A_ii = 1/Z_i, pi = Z/sum Z. With many tokens this often is all that is needed
+    # 1 - (A_ii - pi_i)/(1 - pi_i), A_ii = W_ii/Z_i, pi = Z/sum Z. With many tokens this often is all that is needed
     pi = Z / Z.sum(-1, keepdim=True)
-    value = 1 - ((1 / Z - pi) / (1 - pi)).amin(-1).clamp(min=0)
-    residual = 1 - value
+    least = 1 - ((own / Z - pi) / (1 - pi)).amin(-1).clamp(min=0)
+    value, residual = least, 1 - least
     if not within(1e-3, value, residual).all():
         root = Z.sqrt()  # the consensus vector of the symmetrised A: I - A has eigenvalue 0 there, its smallest
         generator = generator or torch.Generator(y.device).manual_seed(0)
         start = torch.randn(Z.shape, generator=generator, device=y.device, dtype=y.dtype)
-        start = start * (n > 1)  # one token can't disagree: 0 and not rounding errors
 
         def enough(steps, value, residual):
             # A start with little of the wanted mode first settles on the next one: a residual of 1e-3 after 8 steps is
             # wrong by more than that in 1 of 90 random problems, of 3e-4 after 32 steps in 1 of 3,000. 1 - value can't be.
-            found = within(1e-3, value, 1 - value)
-            return bool((found | within(3e-4, value, residual) if steps >= 32 else found).all())
+            near = within(1e-3, value, 1 - value)
+            return bool((near | within(3e-4, value, residual) if steps >= 32 else near).all())
         value, residual = lanczos(lambda v: v - apply(v / root) / root, start, iters, enough)
-        value = value.clamp(0, 1)
-    return tuple(found[..., 0] for found in (value, residual, within(1e-3, value, torch.minimum(residual, 1 - value))))
+        value = torch.maximum(value, least).clamp(0, 1)
+    done = within(1e-3, value, 1 - value) | within(3e-4, value, residual)
+    return value[..., 0], residual[..., 0], done[..., 0]
 
 
 def eta_critical(x, beta, causal=False, base=10000.0):
     """eta_c = 2/lambda_max (...): the step size at which consensus turns unstable; inf where nothing can disagree.
 
-    lambda_max is taken at its safe bound, min(value + residual, 1), since too small a value would permit too much.
+    lambda_max is taken at its safe bound, min(value + residual, 1), since too small a value would permit too much; see
+    there how often that bound is too low.
     """
     value, residual, _ = lambda_max(x, beta, causal, base=base)
     return 2 / (value + residual).clamp(max=1)
@@ -390,9 +396,10 @@ class ConsensusAttention(nn.Module):
         else:
             with torch.autocast(x.device.type, enabled=False):
                 q, _ = self.query_value(unit(x.to(self.eta.dtype).unflatten(-1, (self.heads, -1))))
-                # acting, 10 steps: their safe bound is 0 to 4% high, within the margin that safety leaves anyway
-                value, residual, _ = lambda_max(q.transpose(-2, -3), self.beta, self.causal, iters=10 if act else 64)
-            lam = (value + residual).clamp(max=1).reshape(-1, self.heads).amax(0)
+                # acting, 16 steps: their bound was low by 2% at worst in 12,000 problems, and safety leaves 10%
+                value, residual, _ = lambda_max(q.transpose(-2, -3), self.beta, self.causal, iters=16 if act else 64)
+            # tokens that are not finite leave eta at its safe value, and not lost
+            lam = (value + residual).nan_to_num(nan=1).clamp(max=1).reshape(-1, self.heads).amax(0)
             if act and torch.distributed.is_available() and torch.distributed.is_initialized():
                 torch.distributed.all_reduce(lam, torch.distributed.ReduceOp.MAX)  # each rank sees a part of the batch
         eta = self.eta.view(self.heads, -1)

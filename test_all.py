@@ -386,11 +386,11 @@ def test_lanczos_keeps_its_basis_orthogonal():
 
 
 def test_case_35_lambda_max_of_nothing_to_disagree():
-    one = tokens(2, 1, 8)
-    for causal in (False, True):
-        value, residual, converged = rc.lambda_max(one, 2.0, causal)
-        assert (value == 0).all() and (residual == 0).all() and converged.all()
-    assert torch.isinf(rc.eta_critical(one, 2.0)).all()
+    for one in (tokens(30, 1, 8), tokens(30, 1, 8, dtype=torch.float32), tokens(30, 1, 8)[:, :0]):
+        for causal in (False, True):
+            value, residual, converged = rc.lambda_max(one, 2.0, causal)
+            assert value.shape == (30,) and (value == 0).all() and (residual == 0).all() and converged.all()
+        assert torch.isinf(rc.eta_critical(one, 2.0)).all()
     apart = torch.eye(8, dtype=torch.float64)[:, [0, 4, 1, 5, 2, 6, 3, 7]]  # beta large: A = I
     value, _, converged = rc.lambda_max(apart, 1e6)
     assert value < 1e-6 and converged
@@ -403,6 +403,29 @@ def test_many_tokens_need_one_product_alone(monkeypatch):
     monkeypatch.setattr(rc, "lanczos", None)
     value, residual, converged = rc.lambda_max(x, 0.5)
     assert converged.all() and (value <= exact).all() and (exact <= value + residual).all() and (residual < 1e-3).all()
+
+
+@pytest.mark.parametrize("beta, kinds", [(3.0, "mixed"), (1.0, "random"), (3.0, "many")])
+def test_converged_lambda_max_is_within_a_thousandth(beta, kinds):
+    # equal tokens are done after one product, random ones are not; lambda_max is 1 in the one and near 1 in the other
+    x = {"mixed": torch.stack((tokens(16).expand(200, 16), tokens(200, 16, seed=1))), "random": tokens(2, 200, 16),
+         "many": tokens(3, 200, 32)}[kinds]
+    exact = 1 - torch.linalg.eigvalsh(rc.symmetrized(x, beta))[..., 0]
+    value, residual, converged = rc.lambda_max(x, beta)
+    assert converged.all() and ((value / exact - 1).abs() < 1e-3).all()
+    assert (rc.eta_critical(x, beta) <= 2 / exact + 1e-9).all()  # by the bound, which permits no more
+    assert not rc.lambda_max(x, beta, iters=3)[2].all() or kinds == "random"
+
+
+def test_lanczos_at_any_scale_and_in_invariant_spaces():
+    # all eigenvalues negative, each 40 times: the space is invariant after three steps, and what comes after is no 0
+    for size in (1e-6, 1.0, 1e6):
+        values = size * torch.tensor([-3.0, -2.0, -1.0]).repeat(40)
+        Q = torch.linalg.qr(torch.randn(120, 120, generator=torch.Generator().manual_seed(1)))[0]
+        M = Q * values @ Q.mT
+        start = torch.randn(4, 120, generator=torch.Generator().manual_seed(2))
+        theta, _ = rc.lanczos(lambda v: v @ ((M + M.mT) / 2), start, 40)
+        assert ((theta + size).abs() < 1e-4 * size).all()
 
 
 def test_converged_lambda_max_is_not_the_second_eigenvalue():
@@ -508,6 +531,23 @@ def test_control_clips_and_records():
     attn.eta.data.fill_(1.9)
     attn.control(x)
     assert (lam - 1e-5 < attn.lam).all() and attn.eta_used[1] == min(1.9, 1.8 / attn.lam[1])
+
+
+def test_control_is_safe_where_lambda_max_is_not_near_1():
+    x = unit(torch.randn(2, 30, 16, generator=torch.Generator().manual_seed(0)))
+    for causal, eta in ((False, 50.0), (True, 50.0), (True, 1.0)):
+        A = attention_matrix(x.double(), 8.0, causal)
+        exact = 1 - torch.linalg.eigvals(A).real.amin()
+        assert exact < (1 if causal else 0.95)
+        for half in (False, True):
+            attn = ConsensusAttention(16, eta=eta, beta=8.0, causal=causal)
+            with torch.autocast("cpu", torch.bfloat16, enabled=half):
+                attn.control(x)
+            assert exact * (1 - 1e-3) <= attn.lam[0] <= exact * (1 + 1e-6 if causal else 1.06)
+            assert math.isclose(attn.eta.max().item(), min(eta, 1.8 / attn.lam[0].item()), rel_tol=1e-6)
+    attn = ConsensusAttention(16, eta=3.0, beta=2.0)
+    attn.control(x.index_fill(1, torch.tensor([3]), torch.nan))  # loses nothing: 1 is safe for whatever tokens
+    assert attn.lam[0] == 1 and torch.allclose(attn.eta, torch.tensor(1.8))
 
 
 def test_control_every_acts_on_each_kth_training_forward():

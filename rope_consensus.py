@@ -240,8 +240,8 @@ def lambda_max(x, beta, causal=False, iters=64, generator=None, base=10000.0):
     # lambda_max is between 1 and I - A's Rayleigh quotient at one token against all, e_i without its consensus part:
     # 1 - (A_ii - pi_i)/(1 - pi_i), A_ii = W_ii/Z_i, pi = Z/sum Z. With many tokens this often is all that is needed
     pi = Z / Z.sum(-1, keepdim=True)
-    least = 1 - ((own / Z - pi) / (1 - pi)).amin(-1).clamp(min=0)
-    value, residual = least, 1 - least
+    value = 1 - ((own / Z - pi) / (1 - pi)).amin(-1).clamp(min=0)
+    residual = 1 - value
     if not within(1e-3, value, residual).all():
         root = Z.sqrt()  # the consensus vector of the symmetrised A: I - A has eigenvalue 0 there, its smallest
         generator = generator or torch.Generator(y.device).manual_seed(0)
@@ -253,7 +253,7 @@ def lambda_max(x, beta, causal=False, iters=64, generator=None, base=10000.0):
             near = within(1e-3, value, 1 - value)
             return bool((near | within(3e-4, value, residual) if steps >= 32 else near).all())
         value, residual = lanczos(lambda v: v - apply(v / root) / root, start, iters, enough)
-        value = torch.maximum(value, least).clamp(0, 1)
+        value = value.clamp(0, 1)
     done = within(1e-3, value, 1 - value) | within(3e-4, value, residual)
     return value[..., 0], residual[..., 0], done[..., 0]
 

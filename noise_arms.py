@@ -289,8 +289,8 @@ def draw(out, rows, table, label, metric, theory):
     for line in sorted(done, key=lambda line: line["h"] or 0):
         lines.setdefault((line["arm"], line["h"]), []).append(line)
     if len(done) == len(lines):
-        axes[2].errorbar(range(len(done)), [line[metric] for line in done], [line[metric + "_sd"] or 0 for line in done], fmt="ko",
-                         mfc="none", capsize=3)
+        axes[2].errorbar(range(len(done)), [line[metric] for line in done], [line[metric + "_sd"] or 0 for line in done],
+                         fmt="ko", mfc="none", capsize=3)
         axes[2].set_xticks(range(len(done)), [line["arm"] for line in done], rotation=60, fontsize=7)
     else:
         for (arm, h), part in lines.items():

@@ -1618,7 +1618,8 @@ def test_charlm_eta_sweep_end_to_end(tmp_path, prose, control):
     (["--steps", "1" + 400 * "0"], ["--steps"]), (["--resum"], ["--resum"]),  # an abbreviation would escape --quick and --debug
     (["--seed", "99999999999999999999"], ["seed"]), (["--batch", "0"], ["batch"]), (["--lr", "nan"], ["finite"]),
     (["--threads", "0"], ["threads"]), (["--threads", "10000000"], ["threads"]),
-    (["--out", ""], ["--out", "empty"]), (["--temperature", "-1"], ["temperature"]), (["--sample", "-1"], ["sample"]), (["--resume"], ["--out"]),
+    (["--out", ""], ["--out", "empty"]), (["--temperature", "-1"], ["temperature"]), (["--sample", "-1"], ["sample"]),
+    (["--resume"], ["--out"]),
     (["--eta", "--seeds", "2"], ["one --seed"]), (["--device", "cpu:abc"], ["--device cpu:abc"]),
     (["--lr", "1", "2", "3"], ["3 values for 2 arms"]), (["--eta", "--arms", "consensus"], ["standard"])])
 def test_charlm_refuses_bad_input(tmp_path, monkeypatch, capsys, options, words):

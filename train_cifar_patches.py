@@ -131,7 +131,8 @@ def main():
         robust=("noise_0.1", "sign_2"),
         theory=dict(loss=metrics.unigram_entropy(data.valid[0]).item(), entropy=math.log(min(64, args.dim))),
         header=dict(dataset=data.name, data=data.sha256, augment=not args.no_augment, normalize=not args.no_normalize),
-        lr=LR, make_model=make_model, batch=batch, evaluate=lambda model: dict(zip(("val_loss", "accuracy"), whole(model, 1000))),
+        lr=LR, make_model=make_model, batch=batch,
+        evaluate=lambda model: dict(zip(("val_loss", "accuracy"), whole(model, 1000))),
         embed=lambda model: model.embedded(held_out), final=final)
 
 

@@ -455,9 +455,9 @@ def conclude(runs):
         holds = forced.count("rise, then gone")
         falls = {"rise, then gone", "rise, falls in part"}
         unforced = any(r["verdict"] in falls for r in group if r["gamma"] == 0) and not falls.isdisjoint(forced)
-        verdict = "not decided" if not forced else "holds" if holds == len(forced) else "does not hold"
+        judged = "not decided" if not forced else "holds" if holds == len(forced) else "does not hold"
         verdicts[f"a = {common}, " + ("attention" if beta else "no drift")] = (
-            f"{verdict} ({holds} of {len(forced)} amplitudes). "
+            f"{judged} ({holds} of {len(forced)} amplitudes). "
             + "; ".join(f"{verdict}: gamma = {', '.join(names)}" for verdict, names in found.items())
             + ". The fall needs no gamma" * unforced)
     return verdicts

@@ -613,4 +613,4 @@ def main():
 
 
 if __name__ == "__main__":
-    harness.run_main(main)
+    harness.run_main(main, again="start it again")

@@ -154,6 +154,9 @@ class Parser(argparse.ArgumentParser):
         for name, what in (("resume", "the folder to go on with"), ("shard", "one folder for all parts of the sweep")):
             if getattr(args, name, None) and args.out is None:
                 self.error(f"--{name} needs --out, {what}")
+        data_dir = getattr(args, "data_dir", None)
+        if data_dir and not data_dir.is_dir():
+            self.error(f"--data-dir {data_dir}: no such folder")
         return args
 
     def error(self, message):
@@ -330,6 +333,8 @@ def write_config(out, args, device, **config):
 
 def check_common(args):
     """UserError for what add_common's options can't say alone, before anything is written."""
+    if len(set(args.arms)) < len(args.arms):
+        raise UserError(f"--arms {' '.join(args.arms)}: name each once; --seeds repeats them")
     if args.dim % args.heads or args.dim // args.heads % 2:
         raise UserError(f"--dim {args.dim} must be --heads {args.heads} times an even head size, for RoPE's pairs")
     peak_lr(args, args.arms[0], None)  # a wrong number of them

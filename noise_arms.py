@@ -37,7 +37,7 @@ def steps_of(layers):
 def add_options(parser):
     at_least_0 = harness.number(float, low=0)
     parser.add_argument("--arms", nargs="+", choices=ARMS, metavar="ARM", default=list(ARMS),
-                        help=f"among {', '.join(ARMS)} (default: all)")
+                        help=f"among {', '.join(ARMS)} (default: %(default)s)")
     parser.add_argument("--gamma", type=at_least_0, default=0.03, help="amplitude of the tokens' own noise "
                         "(default: %(default)s)")
     parser.add_argument("--h", type=at_least_0, default=0.01, help="depth step of the noise (default: %(default)s)")

@@ -524,6 +524,9 @@ def demo(args):
     torch.set_num_threads(1)  # the tensors are small
     for key, least in (("dim", 2), ("tokens", 2), ("steps", 1), ("seeds", 4), ("samples", 2)):
         require(getattr(args, key) >= least, f"--{key} must be at least {least}, not {getattr(args, key)}")
+    for gamma in args.gamma:
+        step_sizes(args.h, gamma)  # refuses what is no size, before anything is written
+    require(math.isfinite(args.beta) and args.beta >= 0, f"--beta must be a finite number >= 0, not {args.beta}")
     out = pathlib.Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     depths = sorted({0, args.steps, *(m * 10 ** e for m in (1, 2, 5) for e in range(9) if m * 10 ** e < args.steps)})
@@ -583,3 +586,5 @@ if __name__ == "__main__":
         if arguments.debug:
             raise
         parser.exit(2, f"error: {error}\n")
+    except KeyboardInterrupt:
+        parser.exit(130)

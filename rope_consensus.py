@@ -333,7 +333,7 @@ class ConsensusAttention(nn.Module):
     def __init__(self, dim, heads=1, eta=1.0, beta=1.0, causal=False, value=False, qk=False,
                  control_every=None, safety=0.9):
         super().__init__()
-        if dim % heads or (dim // heads) % 2:
+        if heads < 1 or dim % heads or (dim // heads) % 2:
             raise ValueError(f"dim {dim} must be heads ({heads}) times an even head size, for RoPE's pairs")
         for name, number in (("eta", eta), ("beta", beta), ("safety", safety)):
             if not (math.isfinite(number) and number >= 0):
@@ -521,6 +521,7 @@ def main():
     try:
         out.mkdir(parents=True, exist_ok=True)
         (out / "results.json.tmp").touch()  # now, rather than after the work
+        (out / "results.json.tmp").unlink()
     except OSError as error:
         refuse(error.strerror)
 
@@ -586,4 +587,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

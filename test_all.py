@@ -3954,7 +3954,8 @@ def test_readme_code_runs(monkeypatch):
         names = {"nn": nn, "torch": torch, "LayerNorm": lambda n, bias: nn.LayerNorm(n, bias=bias), "MLP": mlp, "config": config,
                  "name": "a model"}
         if "model.transformer.h" in block:
-            names["model"] = types.SimpleNamespace(transformer=types.SimpleNamespace(h=nn.ModuleList([mlp(config)])))
+            names["model"] = types.SimpleNamespace(
+                config=config, transformer=types.SimpleNamespace(h=nn.ModuleList([mlp(config)])))
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, "transformers", types.SimpleNamespace(AutoModelForCausalLM=auto))
             exec(compile(block, "README.md", "exec"), names)

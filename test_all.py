@@ -1621,7 +1621,8 @@ def test_charlm_eta_sweep_end_to_end(tmp_path, prose, control):
     (["--out", ""], ["--out", "empty"]), (["--temperature", "-1"], ["temperature"]), (["--sample", "-1"], ["sample"]),
     (["--resume"], ["--out"]),
     (["--eta", "--seeds", "2"], ["one --seed"]), (["--device", "cpu:abc"], ["--device cpu:abc"]),
-    (["--lr", "1", "2", "3"], ["3 values for 2 arms"]), (["--eta", "--arms", "consensus"], ["standard"])])
+    (["--lr", "1", "2", "3"], ["3 values for 2 arms"]), (["--eta", "--arms", "consensus"], ["standard"]),
+    (["--arms", "standard", "standard"], ["each once"]), (["--data-dir", "nowhere"], ["--data-dir nowhere", "no such folder"])])
 def test_charlm_refuses_bad_input(tmp_path, monkeypatch, capsys, options, words):
     monkeypatch.chdir(tmp_path)
     dataset = [] if "--dataset" in options else ["--dataset", "pydoc"]

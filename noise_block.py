@@ -326,10 +326,10 @@ class Attached(nn.ModuleList):
 def attach(modules, dim, h, gamma, seed=0, keep_norm=True, **options):
     """TangentNoise after each of `modules` (one, or a list) through forward hooks; the model itself is not changed.
 
-    A module is a residual block, or a value/output projection; an nn.Sequential counts as one. It returns tokens (..., n, dim), or a tuple that begins
-    with them. Its noise is on while it is in training mode. keep_norm is True by default: a model that was not trained
-    on the sphere needs its lengths. Module i draws from seed + i; options are TangentNoise's. To resume exactly, save
-    the returned object's state_dict() beside the model's."""
+    A module is a residual block, or a value/output projection; an nn.Sequential counts as one. It returns tokens
+    (..., n, dim), or a tuple that begins with them. Its noise is on while it is in training mode. keep_norm is True by
+    default: a model that was not trained on the sphere needs its lengths. Module i draws from seed + i; options are
+    TangentNoise's. To resume exactly, save the returned object's state_dict() beside the model's."""
     blocks = list(modules) if isinstance(modules, (list, tuple, nn.ModuleList)) else [modules]
     return Attached(blocks, [TangentNoise(dim, h, gamma, seed=seed + i, keep_norm=keep_norm,
                                           name=f"noise after {type(block).__name__} {i}", **options)

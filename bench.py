@@ -582,7 +582,8 @@ def main():
     parser.add_argument("--rounds", type=count, default=9, metavar="N",
                         help="rounds of every ratio (default: %(default)s)")
     parser.add_argument("--out", type=harness.folder, metavar="FILE",
-                        help="results; a figure goes beside (default: results/bench-<device>.json)")
+                        help="results; a figure goes beside (default: results/bench-<device>.json, and -quick after the "
+                        "device of a quick run)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, two rounds: to see that all of it works")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     args = parser.parse_args()

@@ -159,7 +159,7 @@ def lanczos(matvec, start, iters, enough=None):
     basis = start.new_zeros(*start.shape[:-1], iters, start.shape[-1])
     alphas, offs = [], []
     q = unit(start, eps)
-    scale = 0  # size of the operator so far, for the breakdown test
+    alive, scale = True, 0  # scale: size of the operator so far, for the breakdown test
     for m in range(1, iters + 1):
         w = matvec(q)
         basis[..., m - 1, :] = q

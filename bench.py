@@ -590,6 +590,8 @@ def main():
     device, _, line = harness.pick_device(args.device, "float32", args.threads)
     print(line)
     out = args.out or HERE / "results" / f"bench-{device.type}{'-quick' * args.quick}.json"
+    if out.suffix != ".json" or out.is_dir():
+        raise harness.UserError(f"--out {out}: name a .json file, not a folder")
     with harness.writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
     bench = Bench(args, device)

@@ -165,7 +165,8 @@ def load_text(dataset, data_dir=None):
     elif dataset not in SOURCES:
         path = pathlib.Path(dataset)
         if not path.is_file():
-            raise UserError(f"--dataset {dataset}: no such file, and not one of {', '.join(SOURCES)}, pydoc")
+            what = "a folder, no text file" if path.is_dir() else "no such file"
+            raise UserError(f"--dataset {dataset}: {what}, and not one of {', '.join(SOURCES)}, pydoc")
         try:
             data = path.read_bytes()
         except OSError as error:

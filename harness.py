@@ -298,6 +298,8 @@ def open_folder(out, resume, default, shard=""):
         out = pathlib.Path("runs") / next(name for k in range(1, len(taken) + 2) if (name := f"{default}-{k}") not in taken)
     if (out / "config.json").exists() and not (resume or shard):
         raise UserError(f"{out} already holds a run: add --resume to go on with it, or choose another --out")
+    if resume and not (out / "config.json").exists():
+        print(f"{out} holds no run yet: starting from the beginning")
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
         lock = open(out / ".lock", "a")

@@ -28,7 +28,7 @@ def antipolar_fraction(x, threshold=-0.9):
     """Share of the n(n-1)/2 pairs with cosine below the threshold, in [0, 1]. (..., n, d) -> (...)."""
     n = x.shape[-2]
     below = sum((x[..., rows, :] @ x[..., rows.start:, :].mT < threshold).triu_(1).sum((-2, -1)) for rows in row_blocks(x))
-    return below / max(1, n * (n - 1) / 2)
+    return below / max(1, n * (n - 1) / 2) + 0 * x.sum((-2, -1))  # nan where a token is not finite
 
 
 def angular_diameter(x):
@@ -60,6 +60,7 @@ def cosine_entropy(x):
     of the two is taken. For unit rows the trace is 1; p is renormalised, so that other rows give a distribution too.
     """
     n, d = x.shape[-2:]
+    x = x.float() if x.dtype.itemsize < 4 else x  # LAPACK has no 16 bits
     gram = x @ x.mT if n < d else x.mT @ x
     p = torch.linalg.eigvalsh(gram).clamp_min(0)
     p = p / p.sum(-1, keepdim=True).clamp_min(torch.finfo(p.dtype).tiny)
@@ -74,9 +75,12 @@ def effective_rank(x):
 def spherical_kmeans(x, k, iters=50, restarts=4, generator=None):
     """k-means by cosine on unit rows (Dhillon and Modha 2001), k-means++ start, best of `restarts`.
 
-    (..., n, d) -> centres (..., k, d), labels (..., n), mean cosine of the tokens to their centre (...).
+    (..., n, d) -> centres (..., k, d), labels (..., n), mean cosine of the tokens to their centre (...). ValueError unless
+    1 <= k <= n.
     """
     *lead, n, d = x.shape
+    if not 1 <= k <= n:
+        raise ValueError(f"k must be from 1 to the number of tokens, {n}, not {k}")
     generator = generator or torch.Generator(x.device).manual_seed(0)
     tokens = x.reshape(-1, 1, n, d).expand(-1, restarts, n, d)  # (B, R, n, d)
     problems = tokens.shape[:2]
@@ -142,7 +146,10 @@ def dobrushin(A):
 
 
 def mixing_envelope(beta, t):
-    """(1 - exp(-2 beta))^t: the diameter after t averaging steps over the first one is never above this. No mask."""
+    """(1 - exp(-2 beta))^t: the diameter after t averaging steps over the first one is never above this, beta >= 0. No
+    mask."""
+    if not beta >= 0:
+        raise ValueError(f"beta must be >= 0, not {beta}")
     return (1 - math.exp(-2 * beta)) ** t
 
 
@@ -170,11 +177,14 @@ def paired_verdict(claim, ours, theirs):
     """Is ours below theirs, run by run on the same seeds? From the 95% interval of the mean paired difference.
 
     holds: the interval lies below zero; does not hold: above it; not decided: it holds zero, or there are fewer than three
-    pairs, or a run diverged (None): those that are left would speak for an arm at its best.
+    pairs, or a run diverged (None): those that are left would speak for an arm at its best. ValueError for lists of
+    different lengths.
     """
+    if len(ours) != len(theirs):
+        raise ValueError(f"{claim}: {len(ours)} runs against {len(theirs)}; pairs need the same seeds on both sides")
     pairs = [a - b for a, b in zip(ours, theirs) if a is not None and b is not None]
-    if len(pairs) < max(3, len(ours), len(theirs)):
-        lost = "fewer than three seeds" if len(pairs) == len(ours) == len(theirs) else "the other runs diverged"
+    if len(pairs) < max(3, len(ours)):
+        lost = "fewer than three seeds" if len(pairs) == len(ours) else "the other runs diverged"
         return {"claim": claim, "measured": f"differences {[round(p, 4) for p in pairs]}, {lost}", "verdict": "not decided"}
     mean = sum(pairs) / len(pairs)
     half = T95[min(len(pairs) - 1, 9)] * math.sqrt(sum((p - mean) ** 2 for p in pairs) / (len(pairs) - 1) / len(pairs))

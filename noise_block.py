@@ -34,6 +34,7 @@ One file that needs torch alone: copy it. (Only the demo below also reads metric
     $ python noise_block.py          # about 50 s on two CPU cores: the laws, pairs, clusters, entropy against depth; a verdict
     $ python noise_block.py --gif    # and tokens on the 2-sphere, animated
 """
+import functools
 import math
 
 import torch
@@ -77,6 +78,10 @@ def require_dim(d):
 
 def require_rank(r, d):
     require(1 <= r <= d, f"rank must be from 1 to dim = {d}, not {r}; leave it out for the full matrix")
+
+
+def require_float(x, name):
+    require(x.is_floating_point(), f"{name}: the tokens are {x.dtype}; embed them first")
 
 
 def require_finite(values, name):
@@ -143,6 +148,7 @@ def tangent_noise_step(x, h, gamma, A=None, drift=None, common="h", signed=False
     a, g = step_sizes(h, gamma, common)
     d = x.shape[-1]
     require_dim(d)
+    require_float(x, "tangent_noise_step")
     u = wide(x)
     if not torch.compiler.is_compiling():
         require_finite(u, "tangent_noise_step")
@@ -226,6 +232,7 @@ class SphereNoise(nn.Module):
     def enter(self, x):
         require(not x.is_nested, f"{self.name}: nested tokens; give nn.TransformerEncoder enable_nested_tensor=False")
         require(x.shape[-1] == self.dim, f"{self.name}: built for dim = {self.dim}, but the tokens have {x.shape[-1]}")
+        require_float(x, self.name)
         return polar(x)
 
     def leave(self, u, length, dtype):
@@ -307,20 +314,22 @@ class Attached(nn.ModuleList):
 
     def __init__(self, blocks, noises):
         super().__init__(noises)
-        self.handles = [block.register_forward_hook(self.hook(noise)) for block, noise in zip(blocks, noises)]
-
-    def hook(self, noise):
-        def after(block, args, output):
-            tokens, rest = (output[0], output[1:]) if isinstance(output, tuple) else (output, None)
-            require(isinstance(tokens, torch.Tensor), f"{noise.name}: got {type(tokens).__name__}; attach to a module "
-                    "that returns tokens (..., n, dim), or a tuple that begins with them")
-            noise.train(block.training)
-            return noise(tokens) if rest is None else (noise(tokens), *rest)
-        return after
+        # partial, and not a closure: a model with its hooks can be pickled, and a deep copy has noise of its own
+        self.handles = [block.register_forward_hook(functools.partial(noise_after, noise))
+                        for block, noise in zip(blocks, noises)]
 
     def remove(self):
         for handle in self.handles:
             handle.remove()
+
+
+def noise_after(noise, block, args, output):
+    """The forward hook of attach."""
+    tokens, rest = (output[0], output[1:]) if isinstance(output, tuple) else (output, None)
+    require(isinstance(tokens, torch.Tensor), f"{noise.name}: got {type(tokens).__name__}; attach to a module "
+            "that returns tokens (..., n, dim), or a tuple that begins with them")
+    noise.train(block.training)
+    return noise(tokens) if rest is None else (noise(tokens), *rest)
 
 
 def attach(modules, dim, h, gamma, seed=0, keep_norm=True, **options):
@@ -563,7 +572,8 @@ if __name__ == "__main__":
     import argparse
 
     parser = argparse.ArgumentParser(description="Antipodal pairs, clusters and entropy of tokens under tangent noise.",
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
+    parser.error = lambda message: parser.exit(2, f"error: {message} (see --help)\n")  # one line, without the usage
     parser.add_argument("--gamma", type=float, nargs="+", default=[0.0, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3],
                         help="forcing amplitudes")
     parser.add_argument("--h", type=float, default=0.05, help="depth step")
@@ -582,9 +592,10 @@ if __name__ == "__main__":
         parser.exit(2, "error: --out is empty: name a folder\n")  # as an unset variable of the shell is
     try:
         demo(arguments)
-    except (ValueError, OSError) as error:
-        if arguments.debug:
+    except (ValueError, OSError, RuntimeError) as error:
+        full = isinstance(error, RuntimeError)  # what torch raises where there is not enough memory
+        if arguments.debug or full and "memory" not in str(error):
             raise
-        parser.exit(2, f"error: {error}\n")
+        parser.exit(2, f"error: {'out of memory: take fewer --tokens, --seeds or --samples' if full else error}\n")
     except KeyboardInterrupt:
         parser.exit(130)

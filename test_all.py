@@ -630,10 +630,16 @@ def test_compile_without_graph_break_autocast_and_state_dict(arm):
 
 
 @pytest.mark.parametrize("bad", [dict(dim=9), dict(dim=12, heads=4), dict(dim=10, heads=3), dict(dim=8, eta=-1.0),
-                                 dict(dim=8, eta=math.nan), dict(dim=8, beta=math.inf), dict(dim=8, beta=-0.1)])
+                                 dict(dim=8, eta=math.nan), dict(dim=8, beta=math.inf), dict(dim=8, beta=-0.1),
+                                 dict(dim=8, control_every=-3), dict(dim=8, control_every=2.5)])
 def test_bad_arguments_are_refused(bad):
     with pytest.raises(ValueError, match="must be"):
         ConsensusAttention(**bad)
+
+
+def test_tokens_of_another_width_are_refused():
+    with pytest.raises(ValueError, match="built for dim = 8, but the tokens have 12"):
+        ConsensusAttention(8, heads=2)(torch.ones(3, 12))
 
 
 def test_odd_head_size_is_refused_by_rope():
@@ -731,6 +737,27 @@ def test_spherical_kmeans_and_cluster_count():
 
 def test_small_formulas():
     assert math.isclose(metrics.mixing_envelope(0.5, 3), (1 - math.exp(-1)) ** 3)
+
+
+@pytest.mark.parametrize("call, words", [
+    (lambda: metrics.mixing_envelope(-0.5, 3), "beta must be >= 0"),
+    (lambda: rc.mixing_floor(-0.5, 3), "beta, an inverse temperature, must be >= 0, not -0.5"),
+    (lambda: rc.consensus_step(tokens(5, 8), 1.0, -0.5), "must be >= 0"),
+    (lambda: rc.attention_matrix(tokens(5, 8), -0.5), "must be >= 0"),
+    (lambda: rc.lambda_max(tokens(5, 8), -0.5), "must be >= 0"),
+    (lambda: metrics.spherical_kmeans(tokens(5, 8), 0), "k must be from 1 to the number of tokens, 5, not 0"),
+    (lambda: metrics.spherical_kmeans(tokens(5, 8), 6), "not 6")])
+def test_values_without_meaning_are_refused(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_metrics_of_lost_tokens_and_of_16_bits():
+    x = tokens(2, 40, 8, dtype=torch.float32)
+    for half in (torch.bfloat16, torch.float16):
+        assert torch.allclose(metrics.cosine_entropy(x.to(half)), metrics.cosine_entropy(x), atol=0.01)
+    x[0, 3, 1] = math.nan  # a state that is lost has no antipodal share, and certainly not 0
+    assert metrics.antipolar_fraction(x).isnan().tolist() == [True, False]
     stats = metrics.grad_norm_stats([1.0, 2.0, 3.0])
     assert math.isclose(stats["mean"], 2) and math.isclose(stats["var"], 1) and math.isclose(stats["cv"], 0.5)
     assert math.isclose(metrics.bits_per_byte(math.log(2), 100, 200), 0.5)
@@ -1531,7 +1558,8 @@ def test_one_run_in_one_folder(tmp_path, capsys):
     with pytest.MonkeyPatch.context() as patch:  # a network file system may have no locks: no reason to refuse it
         patch.setattr("fcntl.flock", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSYS, "Function not implemented")))
         harness.open_folder(tmp_path / "out", False, "x")[1].close()
-    out, lock = harness.open_folder(tmp_path / "out", False, "x")
+    out, lock = harness.open_folder(tmp_path / "out", True, "x")  # a mistyped name is said to be new
+    assert "out holds no run yet" in capsys.readouterr().out
     for shard in ("", "0/2"):
         with pytest.raises(harness.UserError, match="another run is writing"):
             harness.open_folder(tmp_path / "out", False, "x", shard)
@@ -1613,7 +1641,8 @@ def test_charlm_eta_sweep_end_to_end(tmp_path, prose, control):
     (["--prompt", "\u20ac"], ["--prompt", "position 0"]), (["--arms", "resnet"], ["resnet"]),
     (["--eta", "-1"], ["finite number >= 0"]), (["--eta", "nan"], ["finite number >= 0"]), (["--beta", "inf"], ["finite"]),
     (["--beta", "-2"], ["finite"]), (["--heads", "5"], ["head size"]), (["--dim", "36", "--heads", "4"], ["head size"]),
-    (["--dataset", "no-such-file.txt"], ["no such file"]), (["--seq", "1000000"], ["needs 1000001"]),
+    (["--dataset", "no-such-file.txt"], ["no such file"]), (["--dataset", "/"], ["a folder, no text file"]),
+    (["--seq", "1000000"], ["needs 1000001"]),
     (["--device", "tpu"], ["unknown --device"]), (["--dtype", "int8"], ["unknown --dtype"]), (["--steps", "0"], ["steps"]),
     (["--steps", "1" + 400 * "0"], ["--steps"]), (["--resum"], ["--resum"]),  # an abbreviation would escape --quick and --debug
     (["--seed", "99999999999999999999"], ["seed"]), (["--batch", "0"], ["batch"]), (["--lr", "nan"], ["finite"]),
@@ -1635,6 +1664,7 @@ def test_unwritable_out_is_refused(tmp_path, capsys):
     out = ["--out", tmp_path / "file/out"]
     refused(capsys, train_charlm.main, ["--quick", "--dataset", "pydoc", *out], "cannot write")
     refused(capsys, rc.main, out, "cannot write")
+    refused(capsys, rc.main, ["--quik"], "--quik")  # one line, as everywhere, and no usage above it
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -2025,6 +2055,8 @@ def test_paired_verdicts():
     assert verdict([1.0, 1.1, 1.2], [1.1, 1.0, 1.2]) == "not decided"
     assert verdict([1.0, 1.1], [2.0, 2.1]) == "not decided" and verdict([None, 1, 1], [2, 2, 2]) == "not decided"
     assert verdict([1, 1.01, 1, None], [2, 2, 2.01, 2]) == "not decided"  # the survivors of an arm that diverged
+    with pytest.raises(ValueError, match="3 runs against 2"):
+        verdict([1.0, 1.1, 1.2], [2.0, 2.1])
     assert metrics.spread([{"loss": 2.0}], "loss") == (2.0, None)  # one seed has no spread
     assert metrics.spread([{"loss": 2.0}, {"loss": None}, {"loss": 4.0}], "loss") == (3.0, math.sqrt(2))
 
@@ -2264,6 +2296,8 @@ def test_bench_end_to_end(tmp_path, capsys):
     assert after["sections"].pop("plain") and after["sections"] == before["sections"]
     assert "not met" in capsys.readouterr().out  # losses are printed: tiny sizes are all overhead
     refused(capsys, bench.main, ["--only", "nothing"], "invalid choice")
+    for name in (tmp_path, tmp_path / "figure.png"):  # the second would be overwritten by the figure
+        refused(capsys, bench.main, ["--quick", "--out", name], f"--out {name}: name a .json file")
 
 
 NOISE_FILE = pathlib.Path(nb.__file__)
@@ -2792,6 +2826,18 @@ def test_noise_attach(make):
     noise.remove()
 
 
+def test_noise_attach_survives_copies_and_files(tmp_path):
+    torch.manual_seed(0)
+    model, x = NoiseDecoder(), noise_randn(2, 5, 16, dtype=torch.float32)
+    noise = attach(model.layers, 16, h=0.1, gamma=0.3)
+    clone = copy.deepcopy(model)
+    torch.save(model, tmp_path / "model.pt")
+    state = noise.state_dict()
+    first = clone(x)
+    assert all(torch.equal(noise.state_dict()[k], v) for k, v in state.items())  # the copy's draws are its own
+    assert torch.equal(model(x), first) and torch.equal(torch.load(tmp_path / "model.pt", weights_only=False)(x), first)
+
+
 def test_noise_attach_after_projections_and_compiled():
     torch.manual_seed(0)
     model, x = NoiseDecoder(), noise_randn(2, 5, 16, dtype=torch.float32)
@@ -2840,6 +2886,8 @@ def test_noise_attach_leaves_padded_evaluation_alone():
     (lambda: tangent_noise_step(torch.ones(3, 1), 0.1, 0.5), "dim must be at least 2, not 1"),
     (lambda: tangent_noise_step(torch.ones(3, 8) * math.nan, 0.1, 0.5), "tokens are not finite"),
     (lambda: tangent_noise_step(torch.ones(3, 8), 0.1, 0.5, common="x"), "unknown common 'x'"),
+    (lambda: tangent_noise_step(torch.ones(3, 8, dtype=torch.long), 0.1, 0.5), "the tokens are torch.int64"),
+    (lambda: IsotropicNoise(8, 0.1, name="layer 2")(torch.ones(3, 8).long()), "layer 2: the tokens are torch.int64"),
 ])
 def test_noise_bad_input(call, words):
     with pytest.raises(ValueError) as error:

@@ -3943,27 +3943,42 @@ def numbers_in(value):
     return [float(value)] if isinstance(value, (int, float)) and not isinstance(value, bool) else []
 
 
+def records(value):
+    """The dicts in a JSON value, at any depth, itself included."""
+    below = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+    return [value] * isinstance(value, dict) + [record for item in below for record in records(item)]
+
+
 def test_readme_numbers_stand_in_results():
     """Every number with a decimal point in a table, but for the first column, stands in the results that the row names,
-    or else the text above the table. Code spans are not numbers."""
+    or else the text above the table; and the numbers of a row stand together in one record. Code spans are not numbers."""
     @functools.cache
-    def known(name):
+    def known(name):  # every number, and the record that it stands in; a record holds those below it too
         folder = HERE / "results" / name
         paths = folder.rglob("*.json") if folder.is_dir() else [folder.with_suffix(".json")]
-        return [number for path in paths for number in numbers_in(json.loads(path.read_text()))]
-    above, found = set(), 0
+        numbers = [set(numbers_in(record)) for path in paths for record in records(json.loads(path.read_text()))]
+        return (np.array([n for record in numbers for n in record]),
+                np.array([(name, i, len(record)) for i, record in enumerate(numbers) for _ in record], dtype=object))
+
+    above, found, apart = set(), 0, []
     for line in README.splitlines():
         named = set(re.findall(r"results/([\w-]+)", line))
         if not line.startswith("|"):
             above = named or above
             continue
+        homes = []  # the records in which each number of the row stands
         for cell in re.split(r"(?<!\\)\|", line)[2:-1]:
             for number, digits, power, percent in re.findall(r"(-?\d+\.(\d+)(?:e([-+]\d+))?)(%?)", re.sub(r"`[^`]*`", "", cell)):
-                found += 1
                 scale, sign = 100 if percent else 1, (lambda n: n) if number[0] == "-" else abs  # an error is shown by its size
                 half = 0.501 * 10.0 ** (int(power or 0) - len(digits))
-                assert any(abs(scale * sign(n) - float(number)) < half for name in named or above for n in known(name)), (number, line)
+                near = [(record, abs(scale * sign(n) - float(number)) < half) for n, record in map(known, named or above)]
+                homes.append({tuple(home) for record, same in near for home in record[same]})
+                assert homes[-1], (number, line)
+        found += len(homes)
+        if homes and not any(size <= 200 for _, _, size in set.intersection(*homes)):
+            apart.append(line)
     assert found > 300
+    assert len(apart) <= 14, apart  # means over rows, or parts of two files; a wrong digit elsewhere adds its row
 
 
 def test_readme_figures_exist_and_are_small():

@@ -29,8 +29,9 @@ Source: the note "Tangent Brownian symmetry breaking". On the shared noise alone
 One file that needs torch alone: copy it. (Only the demo below also reads metrics.py.)
 
     from noise_block import TangentNoise, attach
-    x = TangentNoise(dim=768, h=1 / 12, gamma=0.01, rank=8)(x)       # in your block, after a residual step
-    noise = attach(model.transformer.h, 768, h=1 / 12, gamma=0.01)   # after the blocks of any model; noise.remove()
+    x = TangentNoise(dim=768, h=0.01, gamma=0.03, rank=8)(x)       # in your block, after a residual step
+    noise = attach(model.transformer.h, 768, h=0.01, gamma=0.03)   # after the blocks of any model; noise.remove()
+    # a step moves a unit token by ((d - 1)(a^2 + gamma^2 h))^(1/2), here 0.29: the note's h = 1/layers leaves nothing of it
     $ python noise_block.py          # about 50 s on two CPU cores: the laws, pairs, clusters, entropy against depth; a verdict
     $ python noise_block.py --gif    # and tokens on the 2-sphere, animated
 """

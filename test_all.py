@@ -70,9 +70,13 @@ HERE = pathlib.Path(__file__).parent
 torch.set_num_threads(1)  # many small problems: a second thread costs more than it brings
 
 
+def randn(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
 def tokens(*shape, seed=0, dtype=torch.float64):
     """Random unit rows."""
-    return unit(torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype))
+    return unit(randn(*shape, seed=seed, dtype=dtype))
 
 
 class Children:
@@ -2312,17 +2316,9 @@ def noise_near(samples, value, bias=0.0):
     assert abs(mean - value) < 4 * error + bias * abs(value) + 1e-12, f"{mean} +- {error} against {value}"
 
 
-def noise_randn(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-
-
-def noise_tokens(*shape, seed=0, dtype=torch.float64):
-    return nb.unit(noise_randn(*shape, seed=seed).to(dtype))
-
-
 def noise_pairs(n, d, angle):
     """n pairs at one angle, in a plane that is no coordinate plane: (n, 2, d)."""
-    x, v = torch.linalg.qr(noise_randn(d, 2, seed=5))[0].T
+    x, v = torch.linalg.qr(randn(d, 2, seed=5))[0].T
     return torch.stack((x, math.cos(angle) * x + math.sin(angle) * v)).expand(n, 2, d)
 
 
@@ -2337,8 +2333,8 @@ def noise_moved(x, y):
 
 def noise_goe(n, d, seed=0):
     """Independent of the code under test: symmetric, variance 1 off the diagonal and 2 on it. (n, d, d)."""
-    A = noise_randn(n, d, d, seed=seed).tril(-1)
-    return A + A.mT + torch.diag_embed(math.sqrt(2) * noise_randn(n, d, seed=seed + 1))
+    A = randn(n, d, d, seed=seed).tril(-1)
+    return A + A.mT + torch.diag_embed(math.sqrt(2) * randn(n, d, seed=seed + 1))
 
 
 NOISE_KINDS = [{}, {"rank": 1}, {"rank": 3}, {"rank": 3, "signed": True}]
@@ -2349,8 +2345,8 @@ NOISE_KINDS = [{}, {"rank": 1}, {"rank": 3}, {"rank": 3, "signed": True}]
 def test_noise_step_is_the_equation(common, a, low_rank):
     # written out token by token, in loops, with z from the same generator
     h, gamma, n, d = 0.2, 0.7, 5, 4
-    x, f = noise_tokens(n, d), noise_randn(n, d, seed=1)
-    U, V = noise_randn(d, 2, seed=2), noise_randn(d, 2, seed=3)
+    x, f = tokens(n, d), randn(n, d, seed=1)
+    U, V = randn(d, 2, seed=2), randn(d, 2, seed=3)
     S = noise_goe(1, d)[0]
     z = torch.randn(n, d, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     for signed in (False, True):
@@ -2406,14 +2402,14 @@ def test_noise_two_tokens_share_A_but_not_z(kind):
 def test_noise_signed_low_rank_is_even():
     # x, y, z orthonormal: E (x^T A y)(y^T A z)(z^T A x) = 2r (2r)^(-3/2) for U U^T + V V^T, 0 with - V V^T or full A
     r, a = 2, 0.1
-    x = torch.linalg.qr(noise_randn(5, 5, seed=4))[0].T[:3].expand(40000, 3, 5)
+    x = torch.linalg.qr(randn(5, 5, seed=4))[0].T[:3].expand(40000, 3, 5)
     for kind, value in (({"rank": r}, (2 * r) ** -0.5), ({"rank": r, "signed": True}, 0.0), ({}, 0.0)):
         t = noise_moved(x, TangentNoise(5, a, 0.0, shared="sequence", **kind)(x)) / a
         noise_near((t * x.roll(-1, -2)).sum(-1).prod(-1), value)
 
 
 def test_noise_one_A_per_batch_or_per_sequence():
-    x = noise_tokens(4, d := 5).expand(3, 4, d)  # three equal sequences
+    x = tokens(4, d := 5).expand(3, 4, d)  # three equal sequences
     same, own = TangentNoise(d, 0.1, 0.0)(x), TangentNoise(d, 0.1, 0.0, shared="sequence")(x)
     assert torch.equal(same[0], same[1]) and torch.equal(same[0], same[2])
     step = tangent_noise_step(torch.cat((x, -x)), 0.1, 0.0)  # its own draw too: one A keeps equal and opposite tokens so
@@ -2434,7 +2430,7 @@ def test_noise_one_token_forgets_geometrically(common, a):
     rho = ((weight / (1 + s2 * r * r).sqrt()).sum() / weight.sum()).item()
     assert abs(-math.log(rho) / ((d - 1) * s2 / 2) - 1) < d * s2
     for seed in range(2):
-        x0 = x = noise_tokens(20000, 1, d, seed=seed)
+        x0 = x = tokens(20000, 1, d, seed=seed)
         noise = TangentNoise(d, h, gamma, common=common, shared="sequence", seed=seed)
         for k in range(1, 11):
             x = noise(x)
@@ -2520,7 +2516,7 @@ def test_noise_pair_stationary_law():
 
 def test_noise_64_tokens():
     # d = 16, a = h = 0.05, 2000 steps, 8 sequences: half antipodal and half aligned, then ever fewer with gamma
-    x0 = noise_tokens(8, 64, 16, dtype=torch.float32)
+    x0 = tokens(8, 64, 16, dtype=torch.float32)
     with torch.inference_mode():
         for gamma in (0.0, 0.03, 0.1):
             x = nb.run(TangentNoise(16, 0.05, gamma, shared="sequence", seed=1), x0, [2000])[0]
@@ -2545,7 +2541,7 @@ def test_noise_matched_sigma_spends_the_same():
     # before the retraction: E||a p + g q||^2 = d sigma^2, measured within 1%; and the tangent part of sigma z is what
     # IsotropicNoise moves a token by, (d - 1) sigma^2 (small sigma: bias 3 sigma^2)
     d, n = 12, 40000
-    x = noise_tokens(n, 1, d)
+    x = tokens(n, 1, d)
     for common, h, gamma in (("h", 0.02, 0.1), ("sqrt_h", 0.0004, 0.5), ("none", 0.04, 0.1)):
         sigma = matched_sigma(d, h, gamma, common)
         spent = noise_moved(x, TangentNoise(d, h, gamma, common=common, shared="sequence")(x)).square().sum(-1).mean()
@@ -2557,7 +2553,7 @@ def test_noise_matched_sigma_spends_the_same():
 
 def test_noise_draws_are_independent_of_each_other():
     # one draw after another, and layers of neighbouring seeds: increments at the same tokens are uncorrelated
-    x = noise_tokens(20000, 1, 4)
+    x = tokens(20000, 1, 4)
     noise, neighbour = (TangentNoise(4, 0.1, 0.3, shared="sequence", seed=seed) for seed in (3, 4))
     first, second, other = (noise_moved(x, m(x)) for m in (noise, noise, neighbour))
     for one, two in ((first, second), (first, other), (second, other)):
@@ -2571,14 +2567,14 @@ def test_noise_draws_are_independent_of_each_other():
 @pytest.mark.parametrize("kind", [{}, {"rank": 2, "signed": True, "shared": "sequence"}], ids=["full", "low rank"])
 def test_noise_dtypes(dtype, tolerance, kind):
     # norms of 5000 overflow float16 when squared in it; eps = 1e-8 is what float64 misses unit norm by
-    x = (noise_randn(2, 3, 7, 8) * torch.tensor([1e-3, 1.0, 5000.0])[:, None, None] / 3).to(dtype).requires_grad_()
+    x = (randn(2, 3, 7, 8) * torch.tensor([1e-3, 1.0, 5000.0])[:, None, None] / 3).to(dtype).requires_grad_()
     out = TangentNoise(8, 0.1, 0.5, **kind)(x)
     assert out.dtype == dtype and out.shape == x.shape
     # inside it is float32 at least: 16-bit tokens get the float32 result, rounded once
     single = x.to(torch.promote_types(dtype, torch.float32))
     assert torch.equal(out, TangentNoise(8, 0.1, 0.5, **kind)(single).to(dtype))
     assert (out.double().norm(dim=-1) - 1).abs().max() < tolerance
-    (out * noise_randn(8).to(dtype)).sum().backward()
+    (out * randn(8).to(dtype)).sum().backward()
     assert x.grad.isfinite().all() and x.grad.dtype == dtype
     keep = TangentNoise(8, 0.1, 0.5, keep_norm=True, **kind)(x)
     assert keep.dtype == dtype
@@ -2589,7 +2585,7 @@ def test_noise_dtypes(dtype, tolerance, kind):
 
 
 def test_noise_autocast():
-    x = (noise_randn(4, 6, 16) * 1000).float()
+    x = (randn(4, 6, 16) * 1000).float()
     plain = TangentNoise(16, 0.3, 0.2, rank=4)(x)
     with torch.autocast("cpu", torch.bfloat16):
         cast = TangentNoise(16, 0.3, 0.2, rank=4)(x)
@@ -2603,7 +2599,7 @@ def test_noise_autocast():
                                   lambda **keep: IsotropicNoise(8, 0.1, **keep)])
 def test_noise_zero_token_stays_finite(dtype, make):
     for keep_norm in (False, True):
-        x = noise_randn(2, 3, 8).to(dtype)
+        x = randn(2, 3, 8).to(dtype)
         x[0, 1] = 0
         x.requires_grad_()
         out = make(keep_norm=keep_norm)(x)
@@ -2618,13 +2614,13 @@ def test_noise_zero_token_stays_finite(dtype, make):
 
 @pytest.mark.parametrize("A", ["full", "low rank"])
 def test_noise_gradcheck(A):
-    A = noise_goe(1, 4)[0] if A == "full" else (noise_randn(4, 2), noise_randn(4, 2, seed=1))
-    x, f = noise_tokens(2, 3, 4).requires_grad_(), noise_randn(2, 3, 4, seed=2).requires_grad_()
+    A = noise_goe(1, 4)[0] if A == "full" else (randn(4, 2), randn(4, 2, seed=1))
+    x, f = tokens(2, 3, 4).requires_grad_(), randn(2, 3, 4, seed=2).requires_grad_()
 
     def step(x, f):
         return tangent_noise_step(x, 0.2, 0.5, A=A, drift=f, signed=True, generator=torch.Generator().manual_seed(1))
     assert torch.autograd.gradcheck(step, (x, f))
-    assert torch.autograd.gradcheck(nb.unit, noise_randn(3, 4, seed=3).requires_grad_())
+    assert torch.autograd.gradcheck(nb.unit, randn(3, 4, seed=3).requires_grad_())
 
 
 def test_noise_low_rank_forms_no_d_by_d_matrix():
@@ -2637,7 +2633,7 @@ def test_noise_low_rank_forms_no_d_by_d_matrix():
             largest = max([largest, *(t.numel() for t in (out if isinstance(out, (tuple, list)) else [out])
                                       if isinstance(t, torch.Tensor))])
             return out
-    x = noise_randn(3, 64, dtype=torch.float32).requires_grad_()
+    x = randn(3, 64, dtype=torch.float32).requires_grad_()
     with Watch():
         TangentNoise(64, 0.1, 0.1, rank=2)(x).sum().backward()
     assert 0 < largest <= 64 * 4  # U and V together
@@ -2646,7 +2642,7 @@ def test_noise_low_rank_forms_no_d_by_d_matrix():
 # ------------------------------------------------------------------------- noise_block.py: seeds, state, modes
 
 def test_noise_case_39_equal_seeds_equal_noise_whatever_else_is_drawn():
-    x = noise_tokens(2, 5, 8, dtype=torch.float32)
+    x = tokens(2, 5, 8, dtype=torch.float32)
     one, two, other = (TangentNoise(8, 0.1, 0.3, seed=s) for s in (7, 7, 8))
     first = [one(x) for _ in range(3)]
     for expected in first:
@@ -2661,7 +2657,7 @@ def test_noise_case_39_equal_seeds_equal_noise_whatever_else_is_drawn():
 
 
 def test_noise_function_draws_from_the_generator_alone():
-    x = noise_tokens(5, 8)
+    x = tokens(5, 8)
     before = torch.random.get_rng_state()
     one, two, three = (tangent_noise_step(x, 0.1, 0.3, generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2))
     assert torch.equal(one, two) and not torch.equal(one, three)
@@ -2669,7 +2665,7 @@ def test_noise_function_draws_from_the_generator_alone():
 
 
 def test_noise_off_in_evaluation_unless_always_on():
-    x = noise_randn(2, 5, 8, dtype=torch.float32)
+    x = randn(2, 5, 8, dtype=torch.float32)
     for make in (lambda **k: TangentNoise(8, 0.1, 0.3, **k), lambda **k: IsotropicNoise(8, 0.1, **k)):
         noise = make().eval()
         state = noise.get_extra_state()
@@ -2681,7 +2677,7 @@ def test_noise_off_in_evaluation_unless_always_on():
 @pytest.mark.parametrize("make", [lambda seed: TangentNoise(8, 0.1, 0.3, seed=seed),
                                   lambda seed: IsotropicNoise(8, 0.1, seed=seed)])
 def test_noise_resumes_exactly(make, tmp_path):
-    x, noise = noise_tokens(5, 8, dtype=torch.float32), make(5)
+    x, noise = tokens(5, 8, dtype=torch.float32), make(5)
     noise(x), noise(x)
     torch.save(noise.state_dict(), tmp_path / "noise.pt")
     expected = [noise(x), noise(x)]
@@ -2693,7 +2689,7 @@ def test_noise_resumes_exactly(make, tmp_path):
 
 
 def test_noise_rank_offset_changes_z_but_not_A():
-    x = noise_tokens(5, 8, dtype=torch.float32)
+    x = tokens(5, 8, dtype=torch.float32)
     ranks = [TangentNoise(8, 0.1, 0.0, token_seed=r)(x) for r in (0, 1)]
     assert torch.equal(*ranks)
     ranks = [TangentNoise(8, 0.1, 0.3, common="none", token_seed=r)(x) for r in (0, 1)]
@@ -2701,7 +2697,7 @@ def test_noise_rank_offset_changes_z_but_not_A():
 
 
 def test_noise_drift_euler_and_split():
-    x, f, h = noise_tokens(5, 8), noise_randn(5, 8, seed=1), 0.2
+    x, f, h = tokens(5, 8), randn(5, 8, seed=1), 0.2
     off = TangentNoise(8, h, 0.3).eval()
     assert torch.allclose(off(x, f), nb.unit(x + h * f), atol=1e-7)
     quiet = TangentNoise(8, h, 0.0, common="none")
@@ -2714,7 +2710,7 @@ def test_noise_drift_euler_and_split():
 
 def test_noise_keeps_the_length_after_a_projection():
     # second integration point: vectors that are not unit, only their direction moves
-    v = nn.Linear(8, 8)(noise_randn(2, 5, 8, dtype=torch.float32)) * 7
+    v = nn.Linear(8, 8)(randn(2, 5, 8, dtype=torch.float32)) * 7
     kept, sphere = TangentNoise(8, 0.1, 0.3, keep_norm=True)(v), TangentNoise(8, 0.1, 0.3)(v)
     assert torch.allclose(kept, v.norm(dim=-1, keepdim=True) * sphere, rtol=1e-5)
     assert torch.allclose(kept.norm(dim=-1), v.norm(dim=-1), rtol=1e-5) and (kept - v).abs().max() > 0.1
@@ -2729,7 +2725,7 @@ def test_noise_compiles_whole():
                              IsotropicNoise(8, 0.1, seed=3))
     plain, whole = model(), model()
     compiled = torch.compile(whole, backend="aot_eager", fullgraph=True)
-    x = noise_randn(2, 5, 8, dtype=torch.float32)
+    x = randn(2, 5, 8, dtype=torch.float32)
     for _ in range(2):
         one, two = plain(x), compiled(x)
         assert torch.allclose(one, two, atol=1e-6)
@@ -2741,7 +2737,7 @@ def test_noise_compiles_whole():
 
 
 def test_noise_refuses_to_be_redrawn_by_checkpointing():
-    noise, x = TangentNoise(8, 0.1, 0.3), noise_tokens(5, 8).requires_grad_()
+    noise, x = TangentNoise(8, 0.1, 0.3), tokens(5, 8).requires_grad_()
     for reentrant in (False, True):
         with pytest.raises(RuntimeError, match="checkpointing"):
             checkpoint(noise, x, use_reentrant=reentrant).sum().backward()
@@ -2800,7 +2796,7 @@ class NoiseModel(nn.Module):
 @pytest.mark.parametrize("make", [noise_encoder, NoiseDecoder, noise_transformers])
 def test_noise_attach(make):
     torch.manual_seed(0)
-    model, x = make(), noise_randn(2, 5, 16, dtype=torch.float32)
+    model, x = make(), randn(2, 5, 16, dtype=torch.float32)
     plain, keys = model(x), list(model.state_dict())
     noise = attach(model.layers, 16, h=0.1, gamma=0.3, rank=4, seed=11)
     state = noise.state_dict()
@@ -2828,7 +2824,7 @@ def test_noise_attach(make):
 
 def test_noise_attach_survives_copies_and_files(tmp_path):
     torch.manual_seed(0)
-    model, x = NoiseDecoder(), noise_randn(2, 5, 16, dtype=torch.float32)
+    model, x = NoiseDecoder(), randn(2, 5, 16, dtype=torch.float32)
     noise = attach(model.layers, 16, h=0.1, gamma=0.3)
     clone = copy.deepcopy(model)
     torch.save(model, tmp_path / "model.pt")
@@ -2840,7 +2836,7 @@ def test_noise_attach_survives_copies_and_files(tmp_path):
 
 def test_noise_attach_after_projections_and_compiled():
     torch.manual_seed(0)
-    model, x = NoiseDecoder(), noise_randn(2, 5, 16, dtype=torch.float32)
+    model, x = NoiseDecoder(), randn(2, 5, 16, dtype=torch.float32)
     lengths = []
     model.layers[0].o_proj.register_forward_hook(lambda m, args, out: lengths.append(out.norm(dim=-1)))
     noise = attach([layer.o_proj for layer in model.layers], 16, h=0.1, gamma=0.3)
@@ -2853,7 +2849,7 @@ def test_noise_attach_after_projections_and_compiled():
 
 def test_noise_attach_leaves_padded_evaluation_alone():
     # in evaluation nn.TransformerEncoder passes nested tensors from layer to layer
-    model, x = noise_encoder().eval(), noise_randn(2, 5, 16, dtype=torch.float32)
+    model, x = noise_encoder().eval(), randn(2, 5, 16, dtype=torch.float32)
     padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
     with torch.no_grad():
         plain = model(x, src_key_padding_mask=padding)
@@ -2915,7 +2911,7 @@ def test_noise_failed_draw_does_not_advance():
 
 def test_noise_verdict_rule():
     depth = torch.linspace(0, 1, 9)[:, None]
-    seeds = 0.01 * noise_randn(1, 8, dtype=torch.float32)
+    seeds = 0.01 * randn(1, 8, dtype=torch.float32)
     rises, hill = depth * 0.5, (1 - (2 * depth - 1) ** 2) * 0.5
     assert nb.judge(rises + seeds) == "rise, stays"
     assert nb.judge(hill + seeds * hill) == "rise, then gone"
@@ -2961,15 +2957,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is import
 VERDICTS = {"holds", "holds trivially (algebra)", "holds under a stated condition", "does not hold", "not decided"}
 
 
-def g_rand(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def g_block(d=12, f=20, heads=3, seed=0, **changes):
     """A random float64 block, weights large enough for its maps to be visibly curved."""
-    w = [g_rand(*shape, seed=seed + i) / math.sqrt(shape[1])
+    w = [randn(*shape, seed=seed + i) / math.sqrt(shape[1])
          for i, shape in enumerate([(d, d)] * 4 + [(f, d)] * 2 + [(d, f)])]
-    norm = lambda k: models.Norm(1 + 0.3 * g_rand(d, seed=seed + k), 1e-6)  # noqa: E731
+    norm = lambda k: models.Norm(1 + 0.3 * randn(d, seed=seed + k), 1e-6)  # noqa: E731
     parts = dict(zip(("q", "k", "v", "o", "gate", "up", "down"), ((m, None) for m in w)))
     return models.Block(norm(20), norm(21), **{**parts, "act": torch.nn.functional.silu, "heads": heads,
                                                "kv_heads": heads, "scale": (d // heads) ** -0.5,
@@ -2979,8 +2971,8 @@ def g_block(d=12, f=20, heads=3, seed=0, **changes):
 # catches: eps added outside the root or to |x|^2 instead of its mean, a gain applied before the norm, RMS read as max
 @pytest.mark.parametrize("d", (8, 48))
 def test_geometry_epsilon_slope_and_intercept(d):
-    norm = models.Norm(g_rand(d, seed=d), 1.0)
-    probe = g_rand(3, d, seed=1)
+    norm = models.Norm(randn(d, seed=d), 1.0)
+    probe = randn(3, d, seed=1)
     probe = 1e-10 * probe / probe.norm(dim=-1, keepdim=True)
     eps = torch.logspace(-2, -15, 6, dtype=torch.float64).tolist()
     sigma = mollifier.sweep(lambda e: models.Norm(norm.gain, e), eps, probe)
@@ -2993,7 +2985,7 @@ def test_geometry_epsilon_slope_and_intercept(d):
 
 def test_geometry_layernorm_intercept_includes_the_centring():
     norm = models.Norm(torch.tensor([3.0, 0.1, 0.1, 0.1], dtype=torch.float64), 1e-8, center=True)
-    sigma = mollifier.sigma_max(norm, 1e-12 * g_rand(2, 4))
+    sigma = mollifier.sigma_max(norm, 1e-12 * randn(2, 4))
     assert (sigma * math.sqrt(norm.eps) / mollifier.gain_norm(norm) - 1).abs().max() < 1e-6
     assert mollifier.gain_norm(norm) < 2.7  # not max|g| = 3: the centring takes a quarter of that direction's square
 
@@ -3007,7 +2999,7 @@ def test_geometry_fit_recovers_a_power_law_and_sees_a_plateau():
 
 
 def g_field(seed, d=4):  # a smooth curved field on R^d
-    a, b = g_rand(d, d, seed=seed), g_rand(d, d, seed=seed + 1)
+    a, b = randn(d, d, seed=seed), randn(d, d, seed=seed + 1)
     return lambda x: torch.sin(x @ a.T) @ b.T + 0.3 * x.square()
 
 
@@ -3018,7 +3010,7 @@ def g_bracket(A, B):
 # catches: the two terms swapped or added, a derivative in the wrong direction
 def test_geometry_bracket_finite_differences_antisymmetry_jacobi():
     A, B, C = g_field(0), g_field(10), g_field(20)
-    x, h = g_rand(5, 4, seed=3), 1e-5
+    x, h = randn(5, 4, seed=3), 1e-5
     numeric = (B(x + h * A(x)) - B(x - h * A(x)) - A(x + h * B(x)) + A(x - h * B(x))) / (2 * h)
     assert (g_bracket(A, B)(x) - numeric).abs().max() < 1e-7
     assert (g_bracket(A, B)(x) + g_bracket(B, A)(x)).abs().max() < 1e-12
@@ -3028,15 +3020,15 @@ def test_geometry_bracket_finite_differences_antisymmetry_jacobi():
 
 
 def test_geometry_linear_fields_commute_as_their_matrices_do():
-    a, b = g_rand(4, 4, seed=1), g_rand(4, 4, seed=2)
-    x = g_rand(3, 4, seed=3)
+    a, b = randn(4, 4, seed=1), randn(4, 4, seed=2)
+    x = randn(3, 4, seed=3)
     got = g_bracket(lambda v: v @ a.T, lambda v: v @ b.T)(x)
     assert torch.allclose(got, x @ (b @ a - a @ b).T, atol=1e-12)  # D R[T] = B A x, D T[R] = A B x
 
 
 # catches: a wrong power of a, a missing term of delta, a bracket perturbed at one token only
 def test_geometry_deviation_tends_to_the_bracket_at_first_order():
-    block, x = g_block(), g_rand(6, 12, seed=5)
+    block, x = g_block(), randn(6, 12, seed=5)
     bracket = g_bracket(block.T, block.R)(x)
     errors = [((torsion.deviation(block.T, block.R, x, a) / a ** 2 - bracket).norm() / bracket.norm()).item()
               for a in (1e-2, 1e-3, 1e-4)]
@@ -3046,7 +3038,7 @@ def test_geometry_deviation_tends_to_the_bracket_at_first_order():
 
 
 def test_geometry_per_token_bracket_is_the_jacobian_at_one_token_and_another_vector():
-    block, x = g_block(), g_rand(5, 12, seed=6)
+    block, x = g_block(), randn(5, 12, seed=6)
     got = torsion.per_token_bracket(block.T, block.R, x, [0, 2, 4])
     for row, p in zip(got, (0, 2, 4)):
         swap = lambda v: torch.cat((x[:p], v[None], x[p + 1:]))  # noqa: B023,E731
@@ -3058,14 +3050,14 @@ def test_geometry_per_token_bracket_is_the_jacobian_at_one_token_and_another_vec
 
 
 def test_geometry_exact_flow_is_the_matrix_exponential():
-    a, x = 0.5 * g_rand(4, 4, seed=1), g_rand(3, 4, seed=2)
+    a, x = 0.5 * randn(4, 4, seed=1), randn(3, 4, seed=2)
     errors = [(torsion.exact_flow(lambda v: v @ a.T, x, k) - x @ torch.matrix_exp(a).T).abs().max().item()
               for k in (8, 16)]
     assert errors[1] < 1e-5 and 12 < errors[0] / errors[1] < 20  # fourth order
 
 
 def g_fake(*blocks, **changes):
-    table = g_rand(7, len(blocks[0].ffn_norm.gain))
+    table = randn(7, len(blocks[0].ffn_norm.gain))
     return models.Model("fake", list(blocks), table, table, blocks[0].ffn_norm, 64, None, torch.arange(7), **changes)
 
 
@@ -3080,8 +3072,8 @@ def g_verdicts(script, model, monkeypatch):
 
 # catches: a norm that with_eps forgets (Gemma's and Qwen3's)
 def test_geometry_every_norm_gets_the_epsilon():
-    norms = {name: models.Norm(1 + g_rand(4), 1e-6) for name in ("q_norm", "k_norm")}
-    wide = {name: models.Norm(1 + g_rand(12), 1e-6) for name in ("post_attn_norm", "post_ffn_norm")}
+    norms = {name: models.Norm(1 + randn(4), 1e-6) for name in ("q_norm", "k_norm")}
+    wide = {name: models.Norm(1 + randn(12), 1e-6) for name in ("post_attn_norm", "post_ffn_norm")}
     model = mollifier.with_eps(g_fake(g_block(**norms, **wide), g_block()), 0.25)
     found = [v.eps for b in model.blocks for v in vars(b).values() if isinstance(v, models.Norm)]
     assert found == 8 * [0.25] and model.final_norm.eps == 0.25 and model.blocks[1].q_norm is None
@@ -3121,7 +3113,7 @@ def test_geometry_shuffled_weights_keep_entries_and_lose_order():
 def test_geometry_jacobian_of_the_tied_arms_is_exactly_symmetric(name):
     symmetric = name in {"tied W^T", "tied, trained size", "W^T diag(+-1)", "-W^T"}
     block = symmetric_ablation.ARMS[name](g_block(), torch.Generator().manual_seed(4))
-    x = g_rand(12, seed=8)
+    x = randn(12, seed=8)
     bare, normed = symmetric_ablation.jacobians(block, x)
     skew = ((bare - bare.T).norm() / bare.norm()).item()
     assert skew < 1e-12 if symmetric else skew > 0.05, skew
@@ -3148,19 +3140,19 @@ def test_geometry_tying_verdicts(down, gate, norm, verdict, monkeypatch):
 
 def test_geometry_plain_ffn_ties_to_a_symmetric_positive_one():
     block = symmetric_ablation.tie(g_block(gate=None, act=torch.relu))
-    bare, _ = symmetric_ablation.jacobians(block, g_rand(12, seed=8))
+    bare, _ = symmetric_ablation.jacobians(block, randn(12, seed=8))
     assert (bare - bare.T).norm() < 1e-12 and torch.linalg.eigvalsh(bare).min() > -1e-12
 
 
 def test_geometry_tied_gated_ffn_is_not_positive():
     block = symmetric_ablation.tie(g_block())
-    bare, _ = symmetric_ablation.jacobians(block, g_rand(12, seed=8))
+    bare, _ = symmetric_ablation.jacobians(block, randn(12, seed=8))
     assert torch.linalg.eigvalsh(bare).min() < -1e-3  # (z^2 sigmoid(z))' < 0 on (-2.2, 0)
 
 
 @pytest.mark.parametrize("parity, sign", (("anti-symmetric", -1), ("symmetric", 1)))
 def test_geometry_rescue_matrices_have_the_stated_parity_and_norm(parity, sign):
-    w = g_rand(20, 12, seed=1)
+    w = randn(20, 12, seed=1)
     for kind in ("slice", "product"):
         m = symmetric_ablation.random_down(w, kind, parity, torch.Generator().manual_seed(0))
         assert m.shape == (12, 20)
@@ -3175,13 +3167,13 @@ def test_geometry_rotation_is_orthogonal_and_spectrum_reads_known_matrices():
     turn = torch.tensor([[0.0, -2.0], [2.0, 0.0]], dtype=torch.float64)
     read = symmetric_ablation.spectrum(turn)
     assert read["complex"] == 1 and abs(read["radius"] - 2) < 1e-12
-    s = g_rand(6, 6)
+    s = randn(6, 6)
     assert symmetric_ablation.spectrum(s + s.T)["complex"] == 0
 
 
 # catches: a post-norm arm that still norms its input, or norms only one sublayer
 def test_geometry_residual_rules():
-    block, x = g_block(), 7 * g_rand(5, 12, seed=9)
+    block, x = g_block(), 7 * randn(5, 12, seed=9)
     out = symmetric_ablation.post_norm(block, x)
     assert torch.allclose(out / block.ffn_norm.gain, torch.nn.functional.rms_norm(out / block.ffn_norm.gain, (12,)),
                           atol=1e-5)

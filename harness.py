@@ -254,7 +254,7 @@ def pick_device(name, dtype, threads=None, batch=WORLD):
 
 
 @contextlib.contextmanager
-def in_turn():
+def rank_0_first():
     """Rank 0 first, then the others: around what may download a file."""
     if RANK:
         torch.distributed.barrier()

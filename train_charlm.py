@@ -392,7 +392,7 @@ def main():
     args = parse()
     device, dtype, line = harness.pick_device(args.device, args.dtype, args.threads, args.batch)
     print(line)
-    with harness.in_turn():
+    with harness.rank_0_first():
         text = load_text(args.dataset, args.data_dir)
     data = character_data(text, max(args.seq))
     if args.sample and args.eta is None:

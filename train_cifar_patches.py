@@ -78,7 +78,7 @@ def main():
     args = parse()
     device, dtype, line = harness.pick_device(args.device, args.dtype, args.threads, args.batch)
     print(line)
-    with harness.in_turn():
+    with harness.rank_0_first():
         data = load_cifar(args.data_dir)
     labels, images = data.train
     print(f"data: {data.name}, {len(labels)} images to train on, {len(data.valid[0])} to evaluate")

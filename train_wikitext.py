@@ -50,7 +50,7 @@ def main():
     args = parse()
     device, dtype, line = harness.pick_device(args.device, args.dtype, args.threads, args.batch)
     print(line)
-    with harness.in_turn():
+    with harness.rank_0_first():
         text = load_wikitext(args.data_dir)
         encoding = gpt2_encoding()
     data = token_data(text, encoding, args.seq, BLOCKS)

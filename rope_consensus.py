@@ -19,6 +19,8 @@ What is not in the source note:
   - Under a causal mask A is triangular and not reversible: Lanczos on the symmetrised matrix is wrong there. The
     eigenvalues are the diagonal, A_ii = exp(beta S_ii - logsumexp_j<=i beta S_ij): exact, and no iteration. A is also
     non-normal, so the spectrum bounds long runs, not short ones.
+  - A_ii > 0, so lambda_max < 1 there too: eta <= 2 is stable whatever the tokens are. A clip above 2 * 0.9 holds for the
+    tokens it was taken at alone: those that agree may have a larger lambda_max than these.
   - Under a causal mask row i has i + 1 tokens and the floor is exp(-2 beta)/(i + 1). Without a mask
     diam(A x) <= (1 - exp(-2 beta)) diam(x); with one only the first token is seen by all: 1 - exp(-2 beta)/n.
 

@@ -478,6 +478,15 @@ def test_measured_threshold_is_eta_c_within_1_percent(beta, n):
     assert eta_c >= 2
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_step_up_to_2_is_unstable_and_a_larger_clip_is_of_its_tokens(causal):
+    apart = tokens(20, 48, 16)
+    agreed = unit(apart.mean(1, keepdim=True)).expand_as(apart)
+    eta_c = [rc.eta_critical(x, 8.0, causal) for x in (apart, agreed)]
+    assert all((each >= 2).all() for each in eta_c)
+    assert (0.9 * eta_c[0] > eta_c[1]).all()  # what the first lets pass is too large where the same tokens agree
+
+
 def test_linearisation_at_consensus_is_exact():
     # delta <- (I - eta (I - A)) delta, also at a step far beyond the threshold
     x = tokens(6).expand(20, 6)

@@ -35,7 +35,8 @@ def angular_diameter(x):
     """D = max_ij arccos(x_i^T x_j), radians, in [0, pi]. (..., n, d) -> (...).
 
     The farthest pair is found from squared distances of the centred rows (one Gram matrix, in blocks), and its angle is
-    2 atan2(||x_i - x_j||, ||x_i + x_j||): accurate to rounding near 0 and near pi, where arccos loses half the digits.
+    2 atan2(||x_i - x_j||, ||x_i + x_j||): accurate to rounding near 0, where arccos loses half the digits. Near pi distances
+    differ too little to tell the farthest pair from the next: in float32 D may be 5e-4 too small there.
     """
     y = x - x.mean(-2, keepdim=True)  # distances keep their digits when all tokens are nearly equal
     square = (y * y).sum(-1)
@@ -62,9 +63,10 @@ def cosine_entropy(x):
     n, d = x.shape[-2:]
     x = x.float() if x.dtype.itemsize < 4 else x  # LAPACK has no 16 bits
     gram = x @ x.mT if n < d else x.mT @ x
-    p = torch.linalg.eigvalsh(gram).clamp_min(0)
+    lost = ~gram.isfinite().all(-1).all(-1)  # nan where a token is not finite
+    p = torch.linalg.eigvalsh(gram.masked_fill(lost[..., None, None], 0)).clamp_min(0)
     p = p / p.sum(-1, keepdim=True).clamp_min(torch.finfo(p.dtype).tiny)
-    return torch.special.entr(p).sum(-1)
+    return torch.special.entr(p).sum(-1).masked_fill(lost, math.nan)
 
 
 def effective_rank(x):
@@ -126,15 +128,17 @@ def by_layer(states):
     """What is followed through depth, lists of one float a layer: {"diameter_by_layer" (radians), "entropy_by_layer" (nats),
     "antipolar_by_layer", "clusters_by_layer"}, means over the sequences.
 
-    states: a list of (B, n, d), rows of any length. k-means costs most: clusters are counted in the first two sequences,
-    among at most 64 tokens, evenly spread.
+    states: a list of (B, n, d), rows of any length; nan where one is not finite. k-means costs most: clusters are counted in
+    the first two sequences, among at most 64 tokens, evenly spread. In float32, under autocast too.
     """
-    states = [torch.nn.functional.normalize(x.float().cpu(), dim=-1) for x in states]  # eigvalsh is not on every device
-    few = torch.stack([x[:2, ::-(-x.shape[1] // 64)] for x in states])  # (layers, 2, <= 64, d)
-    return {"diameter_by_layer": [angular_diameter(x).mean().item() for x in states],
-            "entropy_by_layer": [cosine_entropy(x).mean().item() for x in states],
-            "antipolar_by_layer": [antipolar_fraction(x).mean().item() for x in states],
-            "clusters_by_layer": cluster_count(few, restarts=2, iters=20)[0].float().mean(-1).tolist()}
+    with torch.autocast("cpu", enabled=False):
+        states = [torch.nn.functional.normalize(x.float().cpu(), dim=-1) for x in states]  # eigvalsh is not on every device
+        few = torch.stack([x[:2, ::-(-x.shape[1] // 64)] for x in states])  # (layers, 2, <= 64, d)
+        clusters = cluster_count(few.nan_to_num(), restarts=2, iters=20)[0] + 0 * few.sum((-2, -1))
+        return {"diameter_by_layer": [angular_diameter(x).mean().item() for x in states],
+                "entropy_by_layer": [cosine_entropy(x).mean().item() for x in states],
+                "antipolar_by_layer": [antipolar_fraction(x).mean().item() for x in states],
+                "clusters_by_layer": clusters.mean(-1).tolist()}
 
 
 def dobrushin(A):
@@ -162,7 +166,7 @@ def grad_norm_stats(norms):
 
 def spread(rows, key):
     """Mean and standard deviation over the seeds of what is finite; None without a value, and a deviation without two."""
-    values = [row[key] for row in rows if row.get(key) is not None]
+    values = [row[key] for row in rows if row.get(key) is not None and math.isfinite(row[key])]
     if not values:
         return None, None
     mean = sum(values) / len(values)

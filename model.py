@@ -164,28 +164,39 @@ class Transformer(nn.Module):
             states.append(block(states[-1], tables))
         return states
 
+    def embedded(self, idx):
+        """Token ids (B, T) -> (B, T, d)."""
+        return self.embed(idx)
+
+    def logits(self, x):
+        """Embedded tokens (B, T, d) -> (B, T, vocab)."""
+        return self.head(self.read(x))
+
     def score(self, x, targets):
         """Embedded tokens (B, T, d), targets (B, T) -> mean cross entropy in nats, share of right predictions."""
-        logits = self.head(self.read(x)).float()
-        return (F.cross_entropy(logits.flatten(0, 1), targets.flatten()),
+        logits = self.logits(x).float()
+        return (F.cross_entropy(logits.flatten(0, -2), targets.flatten()),
                 (logits.argmax(-1) == targets).float().mean())
 
     @torch.no_grad()
     def control(self, idx, act=True):
         """ConsensusAttention.control in every layer, at the state each has under these ids. Returns (3, layers): lambda_max,
         eta asked and eta used, the largest of its heads."""
-        (x, tables), seen = self.start(self.embed(idx)), []
+        training = self.training
+        self.eval()  # without noise: a look at the model does not change what is drawn next
+        (x, tables), seen = self.start(self.embedded(idx)), []
         for block in self.stack():
             block.attn.control(x, act)
             seen.append(torch.stack((block.attn.lam, block.attn.eta_asked, block.attn.eta_used)).amax(-1))
             x = block(x, tables)
+        self.train(training)
         return torch.stack(seen, 1)
 
     def forward(self, idx, targets=None):
-        logits = self.head(self.read(self.embed(idx)))
+        logits = self.logits(self.embedded(idx))
         if targets is None:
             return logits, None
-        return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        return logits, F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
 
 
 class PatchTransformer(Transformer):
@@ -197,12 +208,9 @@ class PatchTransformer(Transformer):
         self.place = nn.Parameter(torch.randn(patches, dim) * 0.1)  # RoPE knows the raster order alone, not the plane
 
     def embedded(self, x):
+        """(B, P, patch) -> (B, P, d)."""
         return self.embed(x) + self.place
 
-    def classify(self, x):
-        """Embedded patches (B, P, d) -> logits (B, classes)."""
+    def logits(self, x):
+        """Embedded patches (B, P, d) -> (B, classes)."""
         return self.head(self.read(x).mean(-2))
-
-    def forward(self, x, labels=None):
-        logits = self.classify(self.embedded(x))
-        return logits, None if labels is None else F.cross_entropy(logits.float(), labels)

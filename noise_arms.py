@@ -57,6 +57,8 @@ def check_options(args):
     harness.check_common(args)
     if args.rank > args.dim:
         raise UserError(f"--rank {args.rank} must not exceed --dim {args.dim}; 0 is the full matrix")
+    if args.sweep and not {"shared", "independent"}.isdisjoint(args.arms) and set(args.arms) != set(ARMS):
+        raise UserError("--sweep has no arms shared and independent: leave them out of --arms")
     if args.dropout >= 1:
         raise UserError(f"--dropout {args.dropout} must be below 1")
     args.part, args.parts = 0, 1
@@ -99,11 +101,11 @@ def name_of(arm, h, gamma, seed):
 
 
 @torch.no_grad()
-def measured_budget(model, x):
-    """E||dx||^2 of one layer's noise, from what it does to the states in training mode; mean over the layers.
+def turned(model, x):
+    """E sin^2 of the angle by which one layer's noise turns the states in training mode; mean over the layers.
 
-    y = (x + dx)/||x + dx||, so ||dx|| is the tangent of the angle between x and y when dx is tangent. Isotropic noise has
-    a radial part too, 1/d of it, that the retraction takes away and this does not see.
+    y = (x + dx)/||x + dx||: with b = ||dx||^2 it is b/(1 + b) for tangent dx, and 1/d less for isotropic noise, of which a
+    part lies along x. So it shows that the budgets E||dx||^2 match after the retraction as well, and how much they leave.
     """
     model.train()
     x, tables = model.start(x)
@@ -113,7 +115,7 @@ def measured_budget(model, x):
         x = block(x, tables)
         block.noise = noise
         cosine = (unit(x) * unit(noise(x))).sum(-1).clamp(-1, 1)
-        found.append((cosine ** -2 - 1).mean().item())
+        found.append((1 - cosine ** 2).mean().item())
     model.eval()
     return sum(found) / len(found)
 
@@ -185,7 +187,7 @@ def run_all(args, out, device, dtype, header, lr, make_model, batch, evaluate, e
             if h is not None:
                 a, g = step_sizes(h, gamma, args.common)
                 part = {"shared": a * a, "independent": g * g}.get(arm, a * a + g * g)
-                row["budget"], row["budget_measured"] = (args.dim - 1) * part, measured_budget(model, embed(model))
+                row["budget"], row["turned"] = (args.dim - 1) * part, turned(model, embed(model))
             curve = [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
             row["loss_curve"] = [sum(part) / len(part) for part in (curve[i:i + 10] for i in range(0, len(curve), 10))]
         harness.write_json(folder / "row.json", row)
@@ -252,7 +254,7 @@ def experiment(args, device, dtype, name, columns, metric, unit_, robust, theory
     for row in rows:
         groups.setdefault((row["arm"], row["h"], row["gamma"]), []).append(row)
     extra = {"entropy_last": ("entropy", ".3f"), "antipolar_last": ("antipodal", ".4f"), "clusters_last": ("clusters", ".1f"),
-             "grad_norm_var": ("var |grad|", ".3g"), "budget": ("E||dx||^2", ".3g"), "budget_measured": ("measured", ".3g")}
+             "grad_norm_var": ("var |grad|", ".3g"), "budget": ("E||dx||^2", ".3g"), "turned": ("E sin^2", ".3g")}
     table = []
     for (arm, h, gamma), group in groups.items():
         line = {"arm": arm, "h": h, "gamma": gamma, "n": sum(not row["diverged"] for row in group)}

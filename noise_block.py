@@ -86,8 +86,8 @@ def require_float(x, name):
 
 
 def require_finite(values, name):
-    require(torch.isfinite(values).all(), f"{name}: tokens are not finite before the noise; look at what feeds it "
-                                          "(learning rate, 16-bit overflow, an all-masked row)")
+    require(torch.isfinite(values).all(), f"{name}: tokens are not finite before the noise, or too long for their norm to "
+            "be; look at what feeds it (learning rate, 16-bit overflow, an all-masked row)")
 
 
 def symmetrize(G):
@@ -162,7 +162,8 @@ def tangent_noise_step(x, h, gamma, A=None, drift=None, common="h", signed=False
 # ------------------------------------------------------------------------------------------------ modules
 
 def mix(*parts):
-    """Integers -> one 64-bit seed by the finaliser of SplitMix64, so that neighbours give unrelated seeds."""
+    """Integers -> one 64-bit seed by the finaliser of SplitMix64, so that neighbours give unrelated seeds. Of it torch's CPU
+    generator takes 32 bits: among 65,000 draws two are equal by chance."""
     v = 0
     for part in parts:
         v = ((v ^ part) + 0x9E3779B97F4A7C15) % 2 ** 64
@@ -366,13 +367,14 @@ def stationary_antipodal(dim, h, gamma, common, threshold=-0.9):
     if g == 0:
         return 0.5
     t = torch.linspace(0, math.pi, 200_001, dtype=torch.float64)[1:-1]
-    density = ((dim - 2) * t.sin().log() - dim / 2 * (t.sin() ** 2 + g * g / (2 * a * a)).log()).exp()
+    log_density = (dim - 2) * t.sin().log() - dim / 2 * (t.sin() ** 2 + g * g / (2 * a * a)).log()
+    density = (log_density - log_density.max()).exp()
     return (density[t > math.acos(threshold)].sum() / density.sum()).item()
 
 
 def laws(d=16, samples=10_000, seed=0):
     """The laws at the top of this file against sampling, one record each; error: one standard error of what was measured.
-    holds: within 4 errors and (d - 1) a^2 of the theory, which takes the steps as small."""
+    holds: within 4 errors of the theory and, where that takes the steps as small, (d - 1)(a^2 + gamma^2 h) of its value."""
     rng = torch.Generator().manual_seed(seed)
 
     def record(law, theory, values, bias=0.0):
@@ -532,8 +534,9 @@ def demo(args):
     import pathlib
 
     torch.set_num_threads(1)  # the tensors are small
-    for key, least in (("dim", 2), ("tokens", 2), ("steps", 1), ("seeds", 4), ("samples", 2)):
+    for key, least in (("dim", 2), ("tokens", 2), ("steps", 1), ("seeds", 4), ("samples", 100)):
         require(getattr(args, key) >= least, f"--{key} must be at least {least}, not {getattr(args, key)}")
+    require(len(set(args.gamma)) == len(args.gamma), "--gamma: name each value once; --seeds repeats them")
     for gamma in args.gamma:
         step_sizes(args.h, gamma)  # refuses what is no size, before anything is written
     require(math.isfinite(args.beta) and args.beta >= 0, f"--beta must be a finite number >= 0, not {args.beta}")

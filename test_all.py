@@ -590,6 +590,20 @@ def test_control_between_two_uses_of_one_block():
     assert torch.equal(y, z) and torch.allclose(*(torch.autograd.grad((out * weights).sum(), x)[0] for out in (y, z)))
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_control_leaves_a_checkpointed_backward_alone(reentrant):
+    x = unit(torch.randn(2, 12, 8)).requires_grad_()
+    grads = []
+    for run in (lambda attn: attn(x), lambda attn: torch.utils.checkpoint.checkpoint(attn, x, use_reentrant=reentrant)):
+        attn = ConsensusAttention(8, eta=3.0, beta=1.0, control_every=2)
+        for _ in range(3):  # the recomputation of the first would be the second forward, and clip
+            x.grad = attn.eta.grad = None
+            (run(attn) ** 3).sum().backward()
+            grads.append((x.grad, attn.eta.grad))
+        assert attn.calls == 3
+    assert all(torch.equal(a, b) for one, two in zip(grads[:3], grads[3:]) for a, b in zip(one, two))
+
+
 def test_control_under_autocast():
     attn = ConsensusAttention(16, heads=2, eta=3.0, beta=2.0, causal=True, value=True, qk=True, control_every=1)
     with torch.autocast("cpu", torch.bfloat16):
@@ -1664,7 +1678,8 @@ def test_charlm_eta_sweep_end_to_end(tmp_path, prose, control):
     (["--resume"], ["--out"]),
     (["--eta", "--seeds", "2"], ["one --seed"]), (["--device", "cpu:abc"], ["--device cpu:abc"]),
     (["--lr", "1", "2", "3"], ["3 values for 2 arms"]), (["--eta", "--arms", "consensus"], ["standard"]),
-    (["--arms", "standard", "standard"], ["each once"]), (["--data-dir", "nowhere"], ["--data-dir nowhere", "no such folder"])])
+    (["--arms", "standard", "standard"], ["each once"]), (["--seq", "32", "32"], ["each once"]),
+    (["--data-dir", "nowhere"], ["--data-dir nowhere", "no such folder"])])
 def test_charlm_refuses_bad_input(tmp_path, monkeypatch, capsys, options, words):
     monkeypatch.chdir(tmp_path)
     dataset = [] if "--dataset" in options else ["--dataset", "pydoc"]
@@ -1760,11 +1775,19 @@ def test_budgets_of_isotropic_and_tangent_match_within_1_percent(rank):
     expected = 127 * (h * h + gamma ** 2 * h)
     for arm in ("isotropic", "tangent"):
         model = arm_model(arm, h, gamma, rank, dim=128)
-        found = [noise_arms.measured_budget(model, embedded[:, k:k + 5]) for k in range(0, 50, 5) for _ in range(3)]
+        found = [noise_arms.turned(model, embedded[:, k:k + 5]) for k in range(0, 50, 5) for _ in range(3)]
         mean = sum(found) / len(found)
         error = (sum((f - mean) ** 2 for f in found) / (len(found) - 1) / len(found)) ** 0.5
-        # 1/d = 0.8% of the isotropic budget lies along x, where it moves no angle
-        assert error < 0.005 * expected and abs(mean / expected - 1) < 0.01 + 2 * error / expected, (arm, mean, expected)
+        # sin^2 = b/(1 + b); 1/d = 0.8% of the isotropic budget lies along x, where it moves no angle
+        sine = expected / (1 + expected)
+        assert error < 0.005 * sine and abs(mean / sine - 1) < 0.01 + 2 * error / sine, (arm, mean, sine)
+
+
+def test_turned_has_a_mean_where_the_step_reverses_tokens():
+    # sigma = 0.29 at d = 32: 1 + sigma z is 0 for some token sooner or later, and the tangent of its angle then beyond bounds
+    model, embedded = arm_model("isotropic", 0.2887, 0.03), torch.randn(8, 50, 32)
+    found = [noise_arms.turned(model, embedded) for _ in range(20)]
+    assert 0.6 < min(found) and max(found) < min(found) + 0.1
 
 
 def test_flops_equal_the_formula():
@@ -1792,6 +1815,17 @@ def test_states_are_followed_through_depth():
     assert found["diameter_by_layer"] == pytest.approx([math.pi, 0]) and found["clusters_by_layer"] == [2, 1]
     assert found["entropy_by_layer"] == pytest.approx([0, 0], abs=1e-5)
     assert found["antipolar_by_layer"] == pytest.approx([35 / 69, 0])
+
+
+def test_states_that_are_lost_or_under_autocast_are_followed_too():
+    x = tokens(16, dtype=torch.float32) + 1e-3 * randn(3, 40, 16, dtype=torch.float32)  # 16 bits would see one point
+    lost = x.clone()
+    lost[0, 3, 1] = math.inf
+    plain = metrics.by_layer([x, lost])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert str(metrics.by_layer([x, lost])) == str(plain)
+    assert all(values[0] == values[0] and math.isnan(values[1]) for values in plain.values()), plain
+    assert 0 < plain["entropy_by_layer"][0] < 1e-3
 
 
 def test_points_of_the_sweep_and_shards():
@@ -2053,7 +2087,8 @@ def test_case_17_gpt2_files_under_their_human_names(monkeypatch, tmp_path):
 @pytest.mark.parametrize("options, words", [
     (["--gamma", "-1"], ["finite number >= 0"]), (["--h", "nan"], ["finite number >= 0"]), (["--rank", "99"], ["--rank 99"]),
     (["--heads", "5"], ["head size"]), (["--dropout", "1"], ["below 1"]), (["--shard", "3/2", "--out", "o"], ["i/N"]),
-    (["--sweep", "--shard", "0/2"], ["--shard needs --out"]), (["--resume"], ["--resume needs --out"]),
+    (["--sweep", "--shard", "0/2"], ["--shard needs --out"]), (["--sweep", "--arms", "shared"], ["leave them out"]),
+    (["--resume"], ["--resume needs --out"]),
     (["--arms", "resnet"], ["resnet"])])
 def test_noise_trainers_refuse_bad_input(tmp_path, monkeypatch, capsys, main, options, words):
     monkeypatch.chdir(tmp_path)
@@ -2071,7 +2106,23 @@ def test_paired_verdicts():
     with pytest.raises(ValueError, match="3 runs against 2"):
         verdict([1.0, 1.1, 1.2], [2.0, 2.1])
     assert metrics.spread([{"loss": 2.0}], "loss") == (2.0, None)  # one seed has no spread
-    assert metrics.spread([{"loss": 2.0}, {"loss": None}, {"loss": 4.0}], "loss") == (3.0, math.sqrt(2))
+    assert metrics.spread([{"loss": 2.0}, {"loss": None}, {"loss": 4.0}, {"loss": math.nan}], "loss") == (3.0, math.sqrt(2))
+
+
+def test_control_draws_no_noise_and_sees_whole_states():
+    torch.manual_seed(0)
+    model, ids = Transformer(20, 2, 16, 2, "consensus", causal=False), torch.randint(20, (2, 9))
+    noise = attach(model.blocks, 16, h=0.1, gamma=0.3)
+    model.train(), model(ids)
+    state = noise.state_dict()
+    model.control(ids)
+    assert model.training and all(torch.equal(noise.state_dict()[k], v) for k, v in state.items())
+    patches = PatchTransformer(10, 64, 48, 2, 16, 2, arm="consensus")
+    x = torch.randn(3, 64, 48)
+    lam = patches.control(x, act=False)[0]
+    patches.blocks[0].attn.control(patches.start(patches.embed(x) + patches.place)[0], act=False)
+    assert torch.equal(lam[0], patches.blocks[0].attn.lam.max())
+    assert patches.score(patches.embedded(x), torch.tensor([0, 1, 2]))[0] == patches(x, torch.tensor([0, 1, 2]))[1]
 
 
 def test_boundary_of_the_sweep():
@@ -2500,6 +2551,13 @@ def test_noise_pair_ends_antipodal_with_probability_angle_over_pi(d, angle):
     c = noise_cosine(x)
     assert (c.abs() > 0.99).float().mean() > 0.95
     noise_near((c < 0).double(), angle / math.pi)
+
+
+def test_stationary_law_in_many_dimensions():
+    # no token's own noise to speak of: half; much of it: a random pair, of which none is antipodal; and no underflow
+    assert math.isclose(nb.stationary_antipodal(3000, 0.05, 1e-7, "h"), 0.5, rel_tol=0.01)
+    for dim, gamma in ((768, 1.0), (512, 3.0), (3000, 0.3)):
+        assert nb.stationary_antipodal(dim, 0.05, gamma, "h") < 1e-6
 
 
 def test_noise_pair_stationary_law():
@@ -2951,7 +3009,7 @@ def test_noise_demo(tmp_path, children):
 @pytest.mark.parametrize("change, words", [({"dim": 1}, "--dim must be at least 2"), ({"seeds": 1}, "--seeds must be"),
                                            ({"steps": 0}, "--steps must be"), ({"h": math.nan}, "h must be finite")])
 def test_noise_demo_refuses(change, words, tmp_path):
-    args = types.SimpleNamespace(gamma=[0.0], h=0.05, beta=1.0, tokens=8, dim=4, steps=5, seeds=4, seed=0, gif=False, samples=10,
+    args = types.SimpleNamespace(gamma=[0.0], h=0.05, beta=1.0, tokens=8, dim=4, steps=5, seeds=4, seed=0, gif=False, samples=100,
                                  out=str(tmp_path / "out"))
     vars(args).update(change)
     with pytest.raises(ValueError, match=words):

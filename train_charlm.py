@@ -9,7 +9,7 @@ the sweep of the step size eta through its threshold.
                                                                        (disagreement_growth)
 
 A point of the sweep has diverged, by this file's criterion, when
-    its loss is not finite, or its validation loss is above where it started ("loss"), or
+    its loss is not finite, or the last validation loss of its curve is above the first ("loss"), or
     disagreement at consensus grows: the multiplier of some layer is above 1 ("multiplier").
 In the sweep the attention's eta is held at the given value (it is a learned parameter otherwise) and the MLP's starts at
 its usual one, so that eta is all that differs between two points.
@@ -90,6 +90,8 @@ def parse():
     args.seq = args.seq or [128 if sweep else 256]
     args.steps = args.steps or (80 if sweep else 300)
     args.eval_every = args.eval_every or max(1, args.steps // 3)
+    if len(set(args.seq)) < len(args.seq):
+        raise UserError(f"--seq {' '.join(map(str, args.seq))}: name each once; --seeds repeats them")
     if sweep and (args.seeds > 1 or len(args.seq) > 1):
         raise UserError("--eta sweeps one --seed and one --seq: run it once for each, with an --out of its own")
     harness.check_common(args)
@@ -104,7 +106,8 @@ def disagreement_growth(update, x, heads, steps=200):
 
     Not rope_consensus.local_multiplier: a causal mask makes J so far from normal that Arnoldi's iteration does not converge
     at these lengths, and that a disagreement outgrows J's eigenvalues for hundreds of steps. But the diameter of a bare head
-    with eta <= 1 never grows, since each token becomes a mean of the tokens: above 1 is no transient of a stable step.
+    with eta <= 1 never grows, since each token becomes a mean of the tokens. With 1 < eta < eta_c it may still do so for
+    hundreds of steps: close below eta_c the multiplier can be above 1.
     """
     v, logs = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype), []
     for _ in range(steps + 1):
@@ -218,7 +221,7 @@ def run(args, data, out, progress, device, dtype, arm, seq, seed, eta=None):
     norms = [g for g in result["grad_norms"] if g is not None]
     stats = metrics.grad_norm_stats(norms) if norms else {"mean": None, "var": None}  # diverged before the first step
     row = dict(arm=arm, seq=seq, seed=seed, lr=lr, eta=eta, diverged=result["diverged"],
-               diverged_at=result["diverged_at"], start_loss=result["evaluations"][0]["val_loss"], val_loss=None,
+               diverged_at=result["diverged_at"], curve=[e["val_loss"] for e in result["evaluations"]], val_loss=None,
                best=result["best"],
                train_loss=result["train_loss_last"], grad_norm_mean=stats["mean"], grad_norm_var=stats["var"])
     if not result["diverged"]:
@@ -229,7 +232,8 @@ def run(args, data, out, progress, device, dtype, arm, seq, seed, eta=None):
         if eta is not None:
             row["consensus"] = at_consensus(model, ids)
             row["local_multiplier"] = max(layer["multiplier"] for layer in row["consensus"])
-            row["eta_c"] = 2 / max(layer["lambda_max"] for layer in row["consensus"])
+            largest = max(layer["lambda_max"] for layer in row["consensus"])
+            row["eta_c"] = 2 / largest if largest else math.inf  # one token, or A = I
             row["eta_over_eta_c"] = eta / row["eta_c"]
     return model, row
 
@@ -338,8 +342,9 @@ def sweep(args, data, out, device, dtype):
     if harness.RANK:
         return None
     for row in rows:
-        by = [name for name, hit in (("loss", row["diverged"] or row["val_loss"] > row["start_loss"]),
-                                     ("multiplier", row.get("local_multiplier", 0) > 1)) if hit]
+        # on the same part of the validation text, which all of it is not; 1 itself is a mode that stands still, up to rounding
+        by = [name for name, hit in (("loss", row["diverged"] or not row["curve"][-1] <= row["curve"][0]),
+                                     ("multiplier", row.get("local_multiplier", 0) > 1 + 1e-9)) if hit]
         row["diverged"], row["diverged_by"] = bool(by), " ".join(by)
         row["control_acted"] = row.get("eta_used", row["eta"]) < row["eta"] * (1 - 1e-6)
     print(harness.table([standard, *rows], {

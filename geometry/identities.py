@@ -23,11 +23,12 @@ r"""Thirteen equations of the paper's theory, each computed both ways: exact, tr
 A check measures the error of the equation as printed ("inside": where the paper's own premises hold) and of one
 counterexample. Verdict, computed:
     inside error > tolerance                              does not hold
-    counterexample lies in the equation's claimed domain  holds under a stated condition
+    counterexample breaks a condition that the row names  holds under a stated condition
     equation follows from definitions alone               holds trivially (algebra)
     otherwise                                             holds
-For the last two the counterexample is an altered equation: it shows that the check can fail. A check that can not
-reject its counterexample is reported as "not decided".
+The paper itself states the conditions of Eqs. 16, 18, 24, 25 and 74; those of 6 and 7 are about norms of libraries, with a gain
+and an epsilon of their own. For the last two verdicts the counterexample is an altered equation: it shows that the check can
+fail. A check that can not reject its counterexample is reported as "not decided".
 Source: the paper's Sections II to V, equation numbers as above.
 
     python geometry/identities.py            # about 5 seconds on two CPU cores; no model
@@ -53,7 +54,7 @@ def decide(check):
         return OPEN
     if check["inside"] > check["tol"]:
         return FALSE
-    return {"claimed": CONDITION, "algebra": TRIVIAL, "altered": HOLDS}[check["scope"]]
+    return {"condition": CONDITION, "algebra": TRIVIAL, "altered": HOLDS}[check["scope"]]
 
 
 def rms_ball(x, eps):
@@ -96,7 +97,7 @@ def eq6(rng, trials):
         outside = max(outside, relative(rms_jacobian(x, eps), library))
         inside = max(inside, relative(rms_jacobian(x, d * eps), library))
     return dict(
-        claim="Jacobian of the norm", inside=inside, outside=outside, tol=1e-10, scope="claimed",
+        claim="Jacobian of the norm", inside=inside, outside=outside, tol=1e-10, scope="condition",
         condition="epsilon = d * (the library's eps), and unit gains",
         counterexample="eps = 1e-3 of a library read as the paper's epsilon: off by up to sqrt(d) near the origin")
 
@@ -118,7 +119,7 @@ def eq7(rng, trials):
         lost[f"token RMS {rms:g}"] = float((back.norm(dim=-1) / z.norm(dim=-1) - 1).abs().nan_to_num(1.0).median())
     return dict(
         claim="closed inverse, so the norm is a diffeomorphism onto the open ball", inside=inside, outside=outside,
-        tol=1e-8, scope="claimed", condition="no gain is zero, and exact arithmetic",
+        tol=1e-8, scope="condition", condition="no gain is zero, and exact arithmetic",
         counterexample="one zero gain: the map is not injective",
         note="median relative error of the radius recovered from a float32 output at a library eps of 1e-5: "
         + ", ".join(f"{k}: {v:.1g}" for k, v in lost.items()), float32_radius_error=lost)
@@ -178,7 +179,7 @@ def eq16(rng, trials):
     euclid = opnorm(flat) / bound(wq, eye, eye)
     return dict(
         claim="global Lipschitz bound of norm and attention", inside=inside,
-        outside=max(worst[4.0], euclid) - 1, tol=1e-9, scope="claimed",
+        outside=max(worst[4.0], euclid) - 1, tol=1e-9, scope="condition",
         condition="norm: largest token norm in, largest token norm out; inverse temperature beta <= 1",
         counterexample=f"beta = 4: norm {worst[4.0]:.2f} times the bound; Euclidean norm over a causal sequence of 64: "
         f"{euclid:.2f} times", ratio_to_bound_random=tightest, ratio_beta_1=worst[1.0], ratio_beta_4=worst[4.0],
@@ -217,7 +218,7 @@ def eq18(rng, trials):
         hits += in_half_space(a)
     return dict(
         claim="Wendel's probability; P(d, 2d) = 1/2", inside=inside, outside=abs(hits / draws - wendel(d, n)), tol=1e-9,
-        scope="claimed", condition="each point as likely as its antipode, general position; covariance does not matter",
+        scope="condition", condition="each point as likely as its antipode, general position; covariance does not matter",
         counterexample=f"d = 3, N = 12, mean 1.5 sd: P = {hits / draws:.2f}, formula {wendel(d, n):.3f}")
 
 
@@ -253,7 +254,7 @@ def eq24(rng, trials):
     star = ((d - 1) / 2) ** 0.5
     return dict(
         claim="zero of the radial drift is the commonest radius", inside=inside, outside=abs(mode / star - 1), tol=1e-3,
-        scope="claimed", condition="isotropic noise",
+        scope="condition", condition="isotropic noise",
         counterexample=f"noise with 90% of its power along one axis: mode {mode:.2f}, R* {star:.2f}; the paper holds "
         "that SGD noise is anisotropic")
 
@@ -275,7 +276,7 @@ def eq25(rng, trials):
         inside = max(inside, ks.statistic)
     return dict(
         claim="stationary radius has a chi law", inside=inside, outside=float(uneven.statistic), tol=1e-8,
-        scope="claimed", condition="isotropic noise, constant in time",
+        scope="condition", condition="isotropic noise, constant in time",
         counterexample=f"noise of unequal strength per axis: Kolmogorov distance {uneven.statistic:.3f}",
         note=f"simulated process against the law: distance {ks.statistic:.4f}, p = {ks.pvalue:.2f}")
 
@@ -350,7 +351,7 @@ def eq47(rng, trials):
     paper = {name: context_bound(0.46, kappa, 12.3, 4.44, 6.68)
              for name, kappa in (("kappa 1", 1.0), ("beta 1/sqrt(d_head), d_head 64", (12.3 / 64) ** 0.5))}
     return dict(
-        claim="longest context that a sink can hold", inside=worst, outside=worst, tol=1e-9, scope="claimed",
+        claim="longest context that a sink can hold", inside=worst, outside=worst, tol=1e-9, scope="condition",
         condition="true with the ambient d in place of d_eff and the exact log-mean-exp in place of its second "
         f"cumulant (violation then {repaired:.1g})", counterexample=example,
         note="the paper's own numbers for Qwen3-0.6B (d_eff 12.3, norms 4.44, variance 6.68, c 0.46) give N_max = "
@@ -380,7 +381,7 @@ def eq53(rng, trials):
                 printed = -(s @ j0 - j0 @ s) - (a @ j0 + j0 @ a)
             inside = max(inside, relative(printed, vort))
     return dict(
-        claim="FFN vorticity = commutator + anticommutator", inside=inside, outside=outside, tol=1e-10, scope="claimed",
+        claim="FFN vorticity = commutator + anticommutator", inside=inside, outside=outside, tol=1e-10, scope="condition",
         condition="J symmetric: unit gains, or the gains folded into W_in",
         counterexample=f"learned gains left in the norm: relative error {outside:.2f}")
 
@@ -463,7 +464,7 @@ def eq74(rng, trials):
     equal = attention_gauge(rng, 8, 2, 4, torch.full((2,), 0.7, dtype=torch.float64))[1]
     return dict(
         claim="gauge dimension of attention under RoPE", inside=inside, outside=abs(full - printed), tol=0.5,
-        scope="claimed", condition="attention alone, distinct frequencies, and only the directions that weight decay "
+        scope="condition", condition="attention alone, distinct frequencies, and only the directions that weight decay "
         "leaves free; without it each head has d_h^2 + d_h",
         counterexample=f"all directions that leave the output alone (no weight decay): {full} against {printed}; "
         f"two equal frequencies: {equal} compact ones against 16", note="; ".join(lines))

@@ -23,15 +23,16 @@ own length, float32.
     python geometry/mollifier.py                    micro: 10 seconds on two CPU cores (and once a minute to train it)
     python geometry/mollifier.py --model smollm2    2 minutes on two CPU cores, nearly all of it SVD
 Expect slope -0.5000 for the model and for random gains alike, C = max|g|/sqrt(d) to 1e-8, and a perplexity that does
-not notice eps anywhere from 1e-15 up to its set value and beyond; but by 2% on gemma3, some of whose norms of the FFN's
-output read vectors with |x|^2/d far below eps.
+not notice eps anywhere from 1e-15 up to its set value and beyond. On gemma3, some of whose norms of the FFN's output read
+vectors with |x|^2/d far below eps, it moves by percents, up on some passages and down on others.
 """
 import dataclasses
 import math
 
 import torch
 
-import models
+import models  # noqa: I001  puts the folder above on the path
+import metrics
 
 PAPER = {"Qwen3-0.6B": (0.033, 2.172, 1024), "Gemma-3-1B": (0.098, 0.125, 1152), "LLaMA-3.1-8B": (0.014, 0.017, 4096)}
 
@@ -101,7 +102,10 @@ def main():
     norm = dataclasses.replace(norm, gain=norm.gain.double(), bias=None)
     random_gain = dataclasses.replace(norm, gain=torch.randn(d, generator=g, dtype=torch.float64))
     single = dataclasses.replace(norm, gain=norm.gain.float())
-    english = model.encode(models.PASSAGE)[:model.context]
+    corpus = models.load_text("shakespeare", args.data_dir).text
+    starts = range(0, len(corpus) - 700, len(corpus) // (3 if args.quick else 8))
+    passages = [model.encode(text)[:min(model.context, 150)] for text in (models.PASSAGE, *(corpus[k:k + 700] for k in starts))]
+    english = passages[0]
     stream = []  # the input of every norm of the stream
     for block, x in zip(model.blocks, model.states(english)):
         stream += [x, x + block.T(x)]
@@ -129,8 +133,10 @@ def main():
     own = model.blocks[0].attn_norm.eps
     share = (own / (real + own)).max().item()  # of eps in mean square + eps, the most exposed token
     factors = [e for e in (10.0 ** k for k in range(-15, 3)) if abs(e / own - 1) > 1e-3]
-    ppl = {e: math.exp(with_eps(model, e).loss(english)) for e in [own, *factors]}
-    tiny = abs(ppl[1e-15] / ppl[own] - 1)
+    losses = {e: torch.tensor([with_eps(model, e).loss(ids) for ids in passages], dtype=torch.float64) for e in [own, *factors]}
+    ppl = {e: math.exp(loss.mean()) for e, loss in losses.items()}
+    tiny = losses[1e-15] - losses[own]  # (passages,): log of the factor by which perplexity rises
+    rise, half = tiny.mean().item(), metrics.T95[min(len(tiny) - 1, 9)] * (tiny.std() / len(tiny) ** 0.5).item()
     harmful = next((e for e in factors if e > own and ppl[e] > 1.01 * ppl[own]), math.inf)
     stretch = max(n.gain.double().abs().max().item() / math.sqrt(x.double().square().mean(-1).min().item())
                   for n, x in zip(norms, stream))  # an upper bound on any of their sigma_max at a real token
@@ -150,11 +156,10 @@ def main():
              rule="every slope within 1e-4 of -1/2 and R2 > 1 - 1e-8; trivially if random gains do the same",
              would_change="a slope other than -1/2, or random gains with another slope"),
         dict(claim="intercept C = RMS(g) <f> (Eq. 81)", paper="0.033 to 2.172 (Qwen3)", theory="max|g|/sqrt d",
-             ours=f"max|g|/sqrt d to {worst:.0e}", null=f"C/RMS(g) varies {100 * spread:.0f}% over {len(norms)} norms",
-             verdict=yes(worst > 1e-6 and spread < 0.01),
-             rule="holds if C/RMS(g) is one constant over all norms (coefficient of variation < 1%) and C isn't "
-                  "max|g|/sqrt(d) to 1e-6",
-             would_change="gains whose maximum is proportional to their RMS would leave the two readings alike"),
+             ours=f"max|g|/sqrt d to {worst:.0e}", null=f"C/RMS(g) varies {100 * spread:.2g}% over {len(norms)} norms",
+             verdict=yes(spread < 0.01),
+             rule="holds if C/RMS(g) is one constant over all norms (coefficient of variation < 1%)",
+             would_change="gains whose maximum is proportional to their RMS, as equal gains: both readings are right there"),
         dict(claim="C grows with depth", paper="Qwen3 yes, LLaMA no", theory="none: it is max|g|",
              ours=", ".join(f"{r['C']:.3f}" for r in rows), null="none needed", verdict=yes(rising),
              rule="C strictly rises over the sampled layers", would_change="another model: it is a fact of its gains"),
@@ -162,11 +167,14 @@ def main():
              ours=f"float32 slope {fits['float32'][0]:.4f}", null="the same probe",
              verdict=yes(abs(fits["float32"][0] + 0.5) > 1e-3),
              rule="holds if float32's slope is off by more than 1e-3",
-             would_change="a probe below 1e-19, whose square float32 can't hold"),
+             would_change="an eps that float32 can't hold, below 1e-45"),
         dict(claim="eps is no mere safeguard", paper="1e-12 would destabilise", theory="no effect if eps << |x|^2/d",
-             ours=f"perplexity {tiny:+.0e} at 1e-15", null=f"worse by 1% only from eps = {harmful:.0e}",
-             verdict=yes(tiny > 0.01),
-             rule="holds if perplexity moves by more than 1% when every eps becomes 1e-15",
+             ours=f"perplexity {100 * rise:+.2g}% +- {100 * half:.2g}% at 1e-15 ({len(tiny)} passages, "
+                  f"{100 * tiny.min():+.2g}% to {100 * tiny.max():+.2g}%)",
+             null=f"worse by 1% only from eps = {harmful:.0e}",
+             verdict="holds" if rise - half > 0.01 else "does not hold" if rise + half < 0.01 else "not decided",
+             rule="holds if perplexity rises by more than 1% when every eps becomes 1e-15, by the 95% interval of the mean over "
+                  "passages; does not hold if the interval lies below 1%",
              would_change="tokens with |x|^2/d near eps: here eps is at most "
                           f"{share:.1e} of the sum under the root of a norm of the stream"),
         dict(claim="stretch sqrt(d/eps) is what a layer sees", paper=f"{math.sqrt(d / own):.0f} at eps {own:.0e}",
@@ -177,12 +185,12 @@ def main():
              would_change="tokens of length near sqrt(d eps)")]
     protocol = dict(layers=layers, epsilons=epsilons, probe_norm=1e-10, directions=len(probe),
                     jacobian="torch.func.jacrev", svd="torch.linalg.svdvals, full",
-                    english_tokens=len(english), paper_C_first_last_d=PAPER)
+                    english_tokens=[len(ids) for ids in passages], paper_C_first_last_d=PAPER)
     numbers = dict(layers=rows, sigma=curves, controls={k: dict(slope=s, r2=r, sigma=controls[k].tolist())
                                                         for k, (s, r) in fits.items()},
                    all_norms=dict(C=exact.tolist(), rms=rms.tolist(), ratio_variation=spread), own_eps=own,
                    mean_square=dict(min=real.min().item(), median=real.median().item(), max=real.max().item()),
-                   eps_share_worst_token=share, perplexity={f"{e:.3g}": v for e, v in ppl.items()},
+                   eps_share_worst_token=share, perplexity={f"{e:.3g}": v for e, v in ppl.items()}, log_rise_at_1e_15=tiny.tolist(),
                    first_harmful_eps=harmful, real_stretch_bound=stretch)
 
     def figure():

@@ -3146,25 +3146,27 @@ def test_geometry_every_norm_gets_the_epsilon():
     assert found == 8 * [0.25] and model.final_norm.eps == 0.25 and model.blocks[1].q_norm is None
 
 
-# the rules, given shuffled networks with these cosines and a last layer whose steps are this much larger: its cosine is
-# 0.99, 0.82, 0.23; the others' 0.99, chance 0.08
-@pytest.mark.parametrize("shuffled, aligned, made, step, collapses", (
-    ((0.1, 0.2, 0.3), "holds", "holds", 1, "does not hold"),
-    ((0.45, 0.6, 0.7), "not decided", "not decided", 2, "does not hold"),
-    ((0.7, 0.7, 0.7), "holds trivially (algebra)", "does not hold", 5, "holds")))
-def test_geometry_torsion_verdicts(shuffled, aligned, made, step, collapses, monkeypatch):
+# the rules, given shuffled networks with these cosines and blocks whose steps are this much larger: the last layer's
+# cosine is 0.99, 0.82, 0.23, and 0.4 beside a layer 3 of 0.2; the others' 0.99, chance 0.08
+@pytest.mark.parametrize("shuffled, aligned, made, steps, collapses", (
+    ((0.1, 0.2, 0.3), "holds", "holds", (1, 1, 1, 1), "does not hold"),
+    ((0.45, 0.6, 0.7), "not decided", "not decided", (1, 1, 1, 2), "does not hold"),
+    ((0.7, 0.7, 0.7), "holds trivially (algebra)", "does not hold", (1, 1, 1, 5), "holds"),
+    ((0.7, 0.7, 0.7), "holds trivially (algebra)", "does not hold", (1, 1, 1, 5, 1, 13), "holds")))
+def test_geometry_torsion_verdicts(shuffled, aligned, made, steps, collapses, monkeypatch):
     values = iter(shuffled)
     monkeypatch.setattr(torsion, "alignment", lambda model, layers, ids, positions: (torch.full(
         (len(layers), 1, len(positions)), next(values), dtype=torch.float64), 1.0))
-    blocks = [g_block(64, 80, 16, seed=s) for s in (0, 10, 20, 30)]
-    for name in ("v", "o", "gate", "up", "down"):
-        setattr(blocks[-1], name, (step * getattr(blocks[-1], name)[0], None))
+    blocks = [g_block(64, 80, 16, seed=10 * i) for i in range(len(steps))]
+    for block, step in zip(blocks, steps):
+        for name in ("v", "o", "gate", "up", "down"):
+            setattr(block, name, (step * getattr(block, name)[0], None))
     found, numbers = g_verdicts(torsion, g_fake(*blocks, embed_scale=5.0), monkeypatch)
     assert abs(numbers["chance"] - 0.08) < 0.02 and min(numbers["seeds"]) > 0.98
     assert found["delta(1) is aligned with the bracket"] == aligned and found["training made the alignment"] == made
     assert found["alignment collapses in the last layer"] == collapses
     with pytest.raises(models.UserError, match="fake has 3 blocks, take a model of 4 or more"):
-        g_verdicts(torsion, g_fake(*blocks[1:]), monkeypatch)
+        g_verdicts(torsion, g_fake(*blocks[:3]), monkeypatch)
 
 
 def test_geometry_shuffled_weights_keep_entries_and_lose_order():
@@ -3203,6 +3205,38 @@ def test_geometry_tying_verdicts(down, gate, norm, verdict, monkeypatch):
     assert found["tying makes the stream explode, unless a norm contains it"] == verdict, numbers["instability"]
     skew = numbers["asymmetry"]
     assert (skew["W_d = W_u^T only"] < 1e-12) != gate and skew["permuted W^T"] > 0.05 and skew["-W^T"] < 1e-12
+    for name, draws in numbers["control_instability"].items():  # an arm that draws is drawn anew, the others once
+        assert len(draws) == len(set(draws)) == (
+            3 if name in {"W^T diag(+-1)", "rotated Q W^T", "permuted W^T"} else 1), (name, draws)
+
+
+# the rules, where an arm grows by the largest entry of its W_d: W^T diag(+-1) and the permuted W^T by these draws, the
+# other symmetric arms by 50, the rotated by 1; the final norms of the rescue by these, symmetric over anti-symmetric 1
+@pytest.mark.parametrize("symmetric, permuted, because, slices, products, rescues", (
+    ((20, 30, 40), (2, 1, 15), "holds", (4, 5, 4), (4, 4, 5), "holds"),
+    ((12, 20, 30), (11, 13, 10), "not decided", (4, 5, 4), (2, 2, 2.1), "holds under a stated condition"),
+    ((8, 3, 9), (10, 30, 20), "does not hold", (2, 2, 2.1), (1, 1.3, 0.8), "does not hold"),
+    ((4, 3, 15), (12, 30, 40), "not decided", (0.5, 1, 8), (1, 1.3, 0.8), "not decided")))
+def test_geometry_ablation_verdicts(symmetric, permuted, because, slices, products, rescues, monkeypatch):
+    def mark(value):
+        return torch.full((12, 20), float(value)).double()
+
+    def arm(*values):
+        values = itertools.cycle(values)
+        return lambda block, g: dataclasses.replace(block, down=(mark(next(values)), None))
+
+    for name, values in {"trained": (1,), "tied W^T": (50,), "-W^T": (50,), "rotated Q W^T": (1,),
+                         "W^T diag(+-1)": symmetric, "permuted W^T": permuted}.items():
+        monkeypatch.setitem(symmetric_ablation.ARMS, name, arm(*values))
+    noise = {("slice", "symmetric"): itertools.cycle(slices), ("product", "symmetric"): itertools.cycle(products)}
+    monkeypatch.setattr(symmetric_ablation, "random_down",
+                        lambda w, kind, parity, g: mark(next(noise.get((kind, parity), iter([1])))))
+    monkeypatch.setattr(symmetric_ablation, "norms", lambda model, blocks, *_: (
+        torch.tensor([1, blocks[0].down[0].max()]).double(), torch.ones(1).double()))
+    found, numbers = g_verdicts(symmetric_ablation, g_fake(g_block(down=(mark(1), None))), monkeypatch)
+    assert numbers["control_instability"]["permuted W^T"] == list(permuted)
+    assert found["because the Jacobian is symmetric"] == because
+    assert found["anti-symmetric noise rescues 3x better"] == rescues, numbers["parity_ratio_95"]
 
 
 def test_geometry_plain_ffn_ties_to_a_symmetric_positive_one():
@@ -3353,6 +3387,7 @@ def test_geometry_quick_run(script, geometry_cache, tmp_path, monkeypatch, capsy
         assert all(abs(o - 1) < 0.1 for o in result["numbers"]["order_of_error"])
     if script is symmetric_ablation:
         assert by_claim["tying makes the stream explode, unless a norm contains it"] == "not decided"  # too young
+        assert by_claim["because the Jacobian is symmetric"] == "not decided"  # no arm passes 10
         assert by_claim["tied spectrum is real"].startswith("holds")
         assert by_claim["tied Jacobian is PSD"] == "does not hold"
         assert abs(max(result["numbers"]["update_exponent"], key=abs)) < 0.01
@@ -3930,6 +3965,14 @@ def test_geometry_quick_run_second_half(script, geometry_cache, tmp_path, monkey
         assert by_claim["uniform noise scores PPL 23 up to N = 32, then breaks"] == "does not hold"
         assert by_claim["c0 evaporates in order as alpha falls"] == "not decided"   # micro-quick has no sink
         assert by_claim["the critical length belongs to the model"] == "does not hold"
+        n, claim = result["numbers"], result["claims"][1]
+        text, noise = (np.mean(n["log_ppl"][name], 1) for name in ("text", "noise"))
+        at = result["protocol"]["lengths"]                                           # mixing, with P = 16 of text
+        mixing = [text[i] if m < 16 else (16 * text[at.index(16)] + (m - 16) * noise[-1]) / m for i, m in enumerate(at)]
+        assert n["mixing"]["16"] == pytest.approx(mixing)
+        error = max(np.abs(np.mean(n["log_ppl"][f"{p} of text, then noise"], 1) - v).max()
+                    for p, v in n["mixing"].items())
+        assert f"up to {error:.2f} nats off" in claim["null"] and error > 0.01
     if script is ness_vortex:
         assert by_claim["circulation, Hurst and t show a vortex"] == "does not hold"
         assert result["numbers"]["gauge"]["measured"] == sum(result["numbers"]["gauge"]["theory"].values())

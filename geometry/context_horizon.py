@@ -3,8 +3,7 @@ r"""Is there a critical context length? The paper's noise haystack, with the pre
     PPL(N) = exp(mean loss of the N − 1 predictions in the first N tokens),  N = 8 .. 512
     uniform noise over V tokens: cross-entropy >= ln V for every model, so PPL >= V at every N: no cliff can exist
     P tokens of text, then noise:  ln PPL(N) = (P a + (N − P) b)/N,  a, b the mean losses on text and noise  (mixing)
-         an estimate: noise right after text costs more than noise after noise (printed, in nats). It gives where PPL
-         rises, not how much
+         it gives where PPL rises, not how much: the first tokens of noise cost more than b (error printed, in nats)
     c₀ = attention mass on the first token;  logits scaled by α² (W_Q and W_K by α each):
          d c₀/d ln s = c₀ s (E₀ − ⟨E⟩) >= 0 in the logit scale s: if the sink has more than the mean logit, c₀ falls and
          reaches 1/N, in any softmax, trained or not
@@ -387,7 +386,7 @@ def main():
             ax[0].loglog(lengths, np.exp(v.mean(1)), style, ms=4, lw=0.9, mfc="white", label=name)
         for p, v in mixed.items():
             ax[0].loglog(lengths, np.exp(v), color="0.7", lw=3, zorder=0,
-                         label=f"mixing, to {mixing_error:.2f} nats" if p == prefixes[0] else None)
+                         label=f"mixing, {mixing_error:.2f} nats off" if p == prefixes[0] else None)
         ax[0].axhline(size, color="0.4", ls="--", lw=0.8)
         ax[0].set(xlabel="length N, tokens", ylabel="perplexity", title="perplexity by length")
         for a, style in zip((1.0, 0.6, 0.3, 0.1), ("ko-", "ks--", "k^:", "kv-.")):

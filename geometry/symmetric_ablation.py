@@ -367,7 +367,7 @@ def main():
         left.set(xlabel="block", ylabel="mean |x| over tokens", title=f"{model.name}: the stream's length")
         left.legend(fontsize=6)
         names = list(ARMS)[1:]
-        mid, low, high = (torch.tensor(over(r, names)) for r in (median, min, max))
+        mid, low, high = (torch.tensor(over(r, names)).numpy() for r in (median, min, max))
         right.barh(range(len(names)), mid, xerr=(mid - low, high - mid), color="w", edgecolor="k", capsize=2,
                    hatch=["//" if exact[a] else "" for a in names])
         right.set_yticks(range(len(names)), names, fontsize=6)

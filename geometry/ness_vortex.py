@@ -2,7 +2,7 @@ r"""Does SGD circulate in weight space? The paper's estimators, the nulls that b
 
     Γ(T) = Σ_t x_t Δy_t − y_t Δx_t         on the two first principal components of the weight path        Eq. 85
     c    = ‖[G, H]‖ / (‖G‖ ‖H‖)            G: covariance of per-sample gradients, H: Hessian of the loss     Eq. 86
-    null dimension of G = Σ_heads ½ d_h(d_h − 1) + d_h/2                                                    Eq. 74
+    dimension of G's null space where weight decay is flat = Σ_heads ½ d_h(d_h − 1) + d_h/2                 Eq. 74
 
 What is known exactly, and used as oracle:
     random walk:   its principal components are cosines, x = cos πs, y ∝ cos 2πs, so Γ is monotonic with no circulation
@@ -23,19 +23,21 @@ A norm is positive whether or not its population value is zero, so t of "mean no
     w          path            (T, D) snapshots of tracked weights
     x, y       plane           (T, 2)
     G, H       cov, hess       (P, P), exact, in float64
-    h_i        curvature       (P,) eigenvalues of H
+    h_i        h               (P,) eigenvalues of H
 
 What is tracked. On micro: all weights train, the path is its middle FFN's, up to 5,000 coordinates; G and H are those
 of the last FFN, P = 3 d m, of a 2-layer RoPE/RMSNorm/SwiGLU sandbox with d = 12, not the paper's 64, so that G can have
-full rank (the paper's, 16,384 wide from 512 gradients, has at most 511). On a real model: path, G and H are those of a
+full rank (the paper's, 16,384 wide from 512 gradients, has at most 511). [G, H] is the population's, from windows that
+nothing was fitted to; SGD's circulation is on those that w was fitted to. On a real model: path, G and H are those of a
 slice of the last block's W_down, 4 random rows by 256 random columns, P = 1,024, the rest frozen; 4,096 predictions of
 real text. SGD's circulation and the gauge count need millions of gradients or all weights: the sandbox has them alone.
 
 Source: the paper's Section VI.6. Ours is shorter: its 50,000 steps with 5,001 snapshots are --steps here.
 
-    python geometry/ness_vortex.py                    # 10 minutes of one CPU core, once micro is trained
-    python geometry/ness_vortex.py --model smollm2    # 5 minutes of one CPU core
-    python geometry/ness_vortex.py --quick            # seconds
+    python geometry/ness_vortex.py                                # 15 minutes of one CPU core, once micro is trained
+    python geometry/ness_vortex.py --model smollm2                # 5 minutes of one CPU core
+    python geometry/ness_vortex.py --model gemma3 --steps 200     # how gemma3's result here was made
+    python geometry/ness_vortex.py --quick                        # seconds
 """
 import math
 from dataclasses import fields
@@ -45,13 +47,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from scipy import stats
-from torch.func import grad, hessian, jacfwd, vmap
+from torch.func import grad, hessian, jacfwd, jvp, vmap
 
 import models
 
 PAPER = dict(t=27.9, hurst=1.011)  # the sandbox of Section VI.6.1, 1,001 snapshots
 # |t|/sqrt(T) of Γ's increments for the two cosines: mean 1.061, sd 0.352 of sin(a)(1 + 2 cos(a)^2)
 RANDOM_WALK_T = 3.01
+STREAM = "rotation of the residual stream O(d)"
 SMALL = 1e7  # parameters below which all weights train and a sandbox is studied; a slice of the model above
 
 
@@ -336,13 +339,13 @@ def windows(ids, count, length, generator):
     return ids[torch.randint(len(ids) - length, (count, 1), generator=generator) + torch.arange(length)]
 
 
-def train_sandbox(box, ids, steps, seed):
+def train_sandbox(box, ids, steps, seed):  # ids (N, length + 1)
     g = torch.Generator().manual_seed(seed)
     w = box.init(seed).requires_grad_()
     opt = torch.optim.Adam([w], lr=1e-2)
     for step in range(steps):
         opt.param_groups[0]["lr"] = 1e-2 * (1 - step / steps)
-        loss = box.loss(w, windows(ids, 64, box.length + 1, g))
+        loss = box.loss(w, ids[torch.randint(len(ids), (64,), generator=g)])
         opt.zero_grad()
         loss.backward()
         opt.step()
@@ -496,13 +499,39 @@ def circulation_slope(problem, w, hess, fisher, lr, batch, chains, steps, burn, 
     return {k: (float(x.mean()), float(x.std() / chains ** 0.5)) for k, x in measured.items()}
 
 
-def gauge_count(box, weights, ids):
-    """(null dimension of G, last singular value kept, first dropped), both relative; ids (N, length + 1)."""
-    rows = vmap(grad(box.loss), (None, 0), chunk_size=64)(weights, ids)
-    s = torch.linalg.svdvals(rows - rows.mean(0))
-    s = s / s[0]
-    rank = int((s > 1e-11).sum())
-    return box.count - rank, float(s[rank - 1]), float(s[rank]) if rank < len(s) else 0.0
+def at_rest(box, weights):
+    """Weights of unit gains whose |w|² no symmetry lowers to first order: equal Gram matrices on both sides of each."""
+    w = weights.clone()
+    _, *mid, _, unembed = box.split(w)
+    for i in range(box.layers):
+        _, wq, wk, wv, wo, _, _, up, down = mid[9 * i:9 * i + 9]
+        wk[:], wo[:], down[:] = wq.flip(1), wv.flip(1).T, up.flip(1).T
+    unembed -= unembed.mean(0)
+    return w
+
+
+def gauge_count(box, w, ids):
+    """Dimensions of G's null space, its singular values relative to the largest; w: at_rest, ids (N, length + 1).
+
+    all: of all weights. unit: of all but the gains; flat: of its part along whose orbits |w|² has no second derivative.
+    With w = Σ y_i ∇ℓ_i, ℓ_i the loss of sample i, which orbits keep, that is I − ∇² Σ y_i ℓ_i there (Lagrange)."""
+    rows = vmap(grad(box.loss), (None, 0), chunk_size=64)(w, ids)
+    matrices = torch.cat([torch.full((n,), len(shape) == 2) for n, (_, shape) in zip(box.sizes, box.parts)])
+    out = {}
+    for name, moved in (("all", torch.ones_like(matrices)), ("unit", matrices)):
+        u, s, vt = torch.linalg.svd((rows - rows.mean(0))[:, moved], full_matrices=False)
+        rank = int((s > 1e-11 * s[0]).sum())
+        kept, dropped = (s[rank - 1:rank + 1] / s[0]).tolist()
+        out |= {name: len(vt) - rank, f"{name}_kept": kept, f"{name}_dropped": dropped}
+    null = torch.zeros(out["unit"], box.count, dtype=w.dtype)
+    null[:, moved] = vt[rank:]
+    y = u[:, :rank] @ (vt[:rank] @ w[moved] / s[:rank])
+    total = lambda w: ((y - y.mean()) * vmap(box.loss, (None, 0))(w, ids)).sum()  # noqa: E731
+    bend = vmap(lambda v: v - jvp(grad(total), (w,), (v,))[1], chunk_size=8)(null) @ null.T
+    bent = torch.linalg.eigvalsh(bend).abs().sort()[0]
+    flat = int((bent < 1e-6).sum())
+    return out | dict(flat=flat, flat_most=float(bent[flat - 1]), bent_least=float(bent[flat]),
+                      pull=float((null @ w).norm() / w.norm()))
 
 
 def gauge_theory(box):
@@ -512,7 +541,7 @@ def gauge_theory(box):
              "query-key scaling and rotation per plane": heads * box.d_h,
              "up-down scaling per hidden unit": box.layers * box.m,
              "norm gain against the matrices that read it": (2 * box.layers + 1) * box.d,
-             "rotation of the residual stream O(d)": box.d * (box.d - 1) // 2,
+             STREAM: box.d * (box.d - 1) // 2,
              "common shift of the logits": box.d}
     return parts, heads * (box.d_h * (box.d_h - 1) // 2 + box.d_h // 2)
 
@@ -520,11 +549,12 @@ def gauge_theory(box):
 def commutator_study(moments_of, real, own, classes, batch, generator):
     """Norms by sample size and the U statistic, for real labels, the model's own, and labels drawn uniformly.
 
-    moments_of(rows, label) -> (G, H); real, own: (count,) labels."""
+    moments_of(rows, label) -> (G, H) at weights that were not fitted to these samples, or the batches would not be
+    independent given the weights; real, own: (count,) labels."""
     rows = torch.arange(len(real)).view(-1, batch)
     labels = {"real labels": real[rows], "own labels (null)": own[rows],
               "uniform labels (positive control)": torch.randint(classes, rows.shape, generator=generator)}
-    out, exact = {}, None
+    out = {}
     for name, label in labels.items():
         moments = [moments_of(r, l) for r, l in zip(rows, label)]
         sizes = {}
@@ -541,8 +571,7 @@ def commutator_study(moments_of, real, own, classes, batch, generator):
             sizes=sizes, paper_t=float(first.mean() / first.std(ddof=1) * len(first) ** 0.5), batches=len(first), u=u,
             u_normalised=math.copysign(abs(u["mean"]) ** 0.5 / scale, u["mean"]),
             resolution=(2 * u["se"]) ** 0.5 / scale)
-        exact = hess if exact is None else exact
-    return out, exact                                            # exact: H of the real labels over all samples
+    return out
 
 
 def main():
@@ -615,7 +644,10 @@ def main():
     known = {"random walk": [random_walk(rng, 2000, 50) for _ in range(trials)],
              "Ornstein-Uhlenbeck": ornstein_uhlenbeck(rng, 2000, 50, trials),
              "linear SDE, [D, H] = 0": linear_sde(rng, h, np.diag(np.geomspace(0.03, 1, 6)), long, trials),
-             "linear SDE, [D, H] != 0": linear_sde(rng, h, d, long, trials)}
+             f"linear SDE, [D, H] != 0, {long:,} snapshots": linear_sde(rng, h, d, long, trials)}
+    *_, (current, circling) = known.items()
+    here = current.replace(f"{long:,}", f"{count}")                                # as many snapshots as the runs have
+    known[here] = circling[:, -count:]
     oracle = {k: dict(block_rejects=float(np.mean([block_test(x) < 0.05 for x in v])),
                       paper_alarms=float(np.mean([paper_statistics(x)["t"] > 3 for x in v]))) for k, v in known.items()}
     models.table(f"Known answers, {trials} seeds: how often each test says 'circulation' (block test at 5%)",
@@ -623,26 +655,28 @@ def main():
                  [(k, "yes" if "!=" in k else "no", f"{v['block_rejects']:.0%}", f"{v['paper_alarms']:.0%}")
                   for k, v in oracle.items()])
 
-    # 3. exact G and H in float64: of the slice, or of a sandbox's last FFN at its minimum
+    # 3. exact G and H in float64: of the slice, or of a sandbox's last FFN near a stationary point
     if piece:
-        moments_of, own = piece.moments, piece.own
+        sample, moments_of, own = piece, piece.moments, piece.own
     else:
         box = Sandbox(8, 2, 6, 2, 27, 8) if quick else Sandbox(12, 2, 28, 2, 27, 8)
         total, size = (1024, 64) if quick else (8192, 256)
-        alphabet = letters(text)
-        trained, train_loss = train_sandbox(box, alphabet, 30 if quick else 800, args.seed)
-        problem = LastFFN(box, trained, windows(alphabet, total, box.length + 1, gen), decay=1e-3)
+        alphabet, span = letters(text), box.length + 1
+        cut = alphabet[:len(alphabet) // span * span].view(-1, span)        # disjoint windows; fresh: fitted by nothing
+        fit, fresh, rest = cut[torch.randperm(len(cut), generator=gen)].tensor_split((total, 4 * total))
+        trained, train_loss = train_sandbox(box, rest, 30 if quick else 800, args.seed)
+        problem, sample = (LastFFN(box, trained, part, decay=1e-3) for part in (fit, fresh))
         w, residual = problem.minimise(50 if quick else 300)
-        moments_of, own = partial(problem.moments, w), problem.own_labels(w, torch.arange(total), gen)
-        exact = dict(dim=box.d, heads=box.heads, ffn=box.m, layers=box.layers, tracked=len(w), samples=total,
-                     batch=size, decay=problem.decay, train_loss=train_loss, gradient_norm=residual)
-    study, hess = commutator_study(moments_of, (piece or problem).label, own, len((piece or problem).read), size, gen)
+        moments_of, own = partial(sample.moments, w), sample.own_labels(w, torch.arange(len(fresh)), gen)
+        exact = dict(dim=box.d, heads=box.heads, ffn=box.m, layers=box.layers, tracked=len(w), fitted=total,
+                     samples=len(fresh), batch=size, decay=problem.decay, train_loss=train_loss, gradient_norm=residual)
+    study = commutator_study(moments_of, sample.label, own, len(sample.read), size, gen)
     mean = lambda v: f"{np.mean(v):.4f}" if v else ""  # noqa: E731
-    models.table(f"Exact commutator, {len(hess)} weights: mean normalised ‖[G, H]‖ by sample size",
+    models.table(f"Exact commutator, {exact['tracked']} weights: mean normalised ‖[G, H]‖ by sample size",
                  ("labels", "G and H from", *study["real labels"]["sizes"]),
                  [(k, way.replace("_", " "), *(mean(s[way]) for s in v["sizes"].values()))
                   for k, v in study.items() for way in ("same_batch", "independent")])
-    models.table("Is it zero? The paper's T, and the unbiased U",
+    models.table("Is it zero in the population, at weights not fitted to the sample? The paper's T, and the unbiased U",
                  ("labels", "paper's T", "U, normalised", "U's t", "2 se of U"),
                  [(k, f"{v['paper_t']:.1f}", f"{v['u_normalised']:+.4f}", f"{v['u']['t']:+.2f}",
                    f"{v['resolution']:.4f}") for k, v in study.items()])
@@ -658,12 +692,13 @@ def main():
         dict(claim="circulation, Hurst and t show a vortex", paper="|t| 27.9 to 173, H 1.00 to 1.01",
              theory=f"random walk: H 1, |t| up to {RANDOM_WALK_T * count ** 0.5:.0f} at {count} snapshots",
              ours="; ".join(f"{k}: |t| {r['t']:.0f}, H {r['hurst']:.2f}" for k, r in runs.items()),
-             null="; ".join(f"{k}: |t| {mid(v, 't'):.0f}, H {mid(v, 'hurst'):.2f}" for k, v in nulls.items()),
+             null="; ".join(f"{k}: |t| {mid(v, 't'):.0f}, H {mid(v, 'hurst'):.2f}, alarm {alarm[k]:.0%}" for k, v in
+                            nulls.items()),
              verdict="does not hold" if max(alarm.values()) >= 0.5 else
              "holds" if max(alarm.values()) < 0.05 and all(shows(r) for r in runs.values()) else "not decided",
-             rule="does not hold if any null that satisfies detailed balance gives |t| > 3 and H > 0.9 in half its "
-             "seeds; holds if none does in 5% and both runs do",
-             would_change="a null that stays quiet while the run does not"),
+             rule="on the estimators, not on the run: does not hold if a process of no mean circulation gives |t| > 3 "
+             "and H > 0.9 (alarm) in half its seeds; holds if each does in under 5% and both runs do",
+             would_change="other estimators: these see a vortex in any long random walk, whatever the run does"),
         dict(claim="share of PC1 tells the architecture", paper="85% and 68% (random walk: 61%)",
              theory="61% for an isotropic walk in many dimensions; more when the noise is uneven",
              ours="; ".join(f"{k}: {r['pc1']:.0%}" for k, r in runs.items()),
@@ -679,18 +714,20 @@ def main():
                  f"{way}: " + ", ".join(f"{k} {v:.0%}" for k, v in m.items()) for way, m in minus.items()),
              verdict="does not hold" if not chiral else "holds" if chance < 0.05 else "not decided",
              rule="the components' free signs fixed as the solver has them, or positive at the path's start, or at "
-             "their largest score: does not hold if AdamW's Γ is not negative or SGD's not positive under one of the three, "
-             "which makes the sign a convention's; holds if reordered runs do the same in under 5%; else not decided",
+             "their largest score: does not hold if AdamW's Γ is not negative or SGD's not positive under one of the "
+             "three, which makes the sign a convention's; holds if reordered runs do the same in under 5%; else not "
+             "decided",
              would_change="signs that differ between the optimisers however the components are signed"),
         dict(claim="the run circulates (block test)", paper="p << 1e-100 by PCA t",
-             theory="false alarms 5%; power {:.0%} on the SDE with a known current".format(
-                 oracle["linear SDE, [D, H] != 0"]["block_rejects"]),
+             theory=f"false alarms 5%; the SDE's known current is found in {oracle[here]['block_rejects']:.0%} at the "
+             f"run's own {count} snapshots, in {oracle[current]['block_rejects']:.0%} at {long:,}",
              ours="; ".join(f"{k}: p = {r['block_p']:.2f}" for k, r in runs.items()),
              null="; ".join(f"{k}: {v['block_rejects']:.0%}" for k, v in oracle.items() if "!=" not in k)
              + " rejected at 5%",
              verdict="holds" if max(r["block_p"] for r in runs.values()) < 0.01 else "not decided",
-             rule="holds if p < 0.01 for both, else not decided: a short run at 1e-5 sees little of any current",
-             would_change="a longer run, past the relaxation times"),
+             rule="holds if p < 0.01 for both, else not decided: a large p says nothing where the test seldom finds a "
+             "known current (theory)",
+             would_change=f"a run of so many snapshots that the test finds a known current, as {long:,} are"),
         dict(claim="T of the mean norm shows [G, H] != 0", paper="0.00184 +- 0.00024, T = 34",
              theory="a norm is positive also when its population value is 0",
              ours=f"T = {real['paper_t']:.0f} ({real['batches']} batches of {size})",
@@ -699,14 +736,14 @@ def main():
              rule="does not hold (as a test) if T > 3 for labels drawn from the model itself",
              would_change="a T near zero for labels under which G and H commute"),
         dict(claim="[G, H] != 0 at trained weights", paper="20 of 20 norms positive",
-             theory="0 if the model is well specified",
+             theory="in the population: 0 if the model is well specified",
              ours=f"U t = {real['u']['t']:+.1f}, ‖[G,H]‖ {real['u_normalised']:+.3f} (resolution "
-             f"{real['resolution']:.3f}), {total} samples",
+             f"{real['resolution']:.3f}), {exact['samples']} samples",
              null=f"own labels t = {null['u']['t']:+.1f}; uniform labels t = {uniform['u']['t']:+.1f}",
              verdict=("not decided" if abs(null["u"]["t"]) > 3 or uniform["u"]["t"] < 3 else
                       "holds" if real["u"]["t"] > 3 else "not decided"),
              rule="holds if U's t > 3 for real labels and for the positive control, and under 3 in size for own labels",
-             would_change="more samples: the resolution falls as 1/sqrt(samples)"),
+             would_change="more samples (the resolution falls as 1/sqrt(samples)), or a control that fails"),
     ]
 
     protocol = dict(steps=steps, every=every, rate=1e-5, **run_setting, null_seeds=seeds, oracle_seeds=trials,
@@ -720,7 +757,13 @@ def main():
         arms = {f"{'own' if own else 'real'} labels, batch {batch}": dict(batch=batch, own=own)
                 for own in (False, True) for batch in (128, 16)}
         rows, soft = torch.arange(total).view(-1, size), problem.logits(w, problem.x, problem.y).softmax(-1)
-        fisher = sum(problem.moments(w, r, soft[r])[1] for r in rows) / len(rows)
+        hess, fisher = (sum(problem.moments(w, r, label[r])[1] for r in rows) / len(rows)
+                        for label in (problem.label, soft))
+        bend = torch.linalg.eigvalsh(hess) + problem.decay
+        exact |= dict(negative_eigenvalues=int((bend < 0).sum()), lowest=float(bend[0]), highest=float(bend[-1]))
+        print(f"\nCirculation: of the {total} windows fitted to, SGD's population here. w is near a stationary point: "
+              f"|gradient| {residual:.4f}; {exact['negative_eigenvalues']} of {len(w)} eigenvalues of H + decay are "
+              f"below 0, the lowest {bend[0]:.4f}, the highest {bend[-1]:.2f}")
         slope = {k: circulation_slope(problem, w, hess, fisher, **setting, **arm) for k, arm in arms.items()}
         small, large, null_small, null_large = (v["slope"] for v in slope.values())    # by the noise of a step
         linear = [v["linear"] for v in slope.values()]
@@ -733,17 +776,19 @@ def main():
                      [(k, *map(pm, v.values())) for k, v in slope.items()])
 
         # 5. gauge null space of G
-        little = Sandbox(8, 2, 4, 1, 12, 6) if quick else Sandbox(8, 2, 8, 2, 12, 8)
-        vocab = little.parts[0][1][0]
-        sample = windows(alphabet % vocab, int(1.5 * little.count), little.length + 1, gen)
-        measured, kept, dropped = gauge_count(little, little.init(args.seed), sample)
+        little = Sandbox(6, 1, 3, 1, 9, 5) if quick else Sandbox(8, 2, 8, 2, 12, 8)
+        ids = windows(alphabet % little.parts[0][1][0], int(1.5 * little.count), little.length + 1, gen)
+        gauge = gauge_count(little, at_rest(little, little.init(args.seed)), ids)
         parts, printed = gauge_theory(little)
-        models.table(f"Null space of G, {little.count} weights, {len(sample)} samples: {measured} dimensions "
-                     f"(last kept {kept:.0e}, first dropped {dropped:.0e})", ("symmetry", "dimension"),
-                     [*parts.items(), ("sum", sum(parts.values())), ("Eq. 74", printed)])
+        every_way, compact = sum(parts.values()), printed + parts[STREAM]
+        models.table(f"Null space of G, {little.count} weights, {len(ids)} samples: {gauge['all']} dimensions (last "
+                     f"kept {gauge['all_kept']:.0e}, first dropped {gauge['all_dropped']:.0e}); with unit gains "
+                     f"{gauge['unit']}, decay flat in {gauge['flat']} (curvature up to {gauge['flat_most']:.0e}, else "
+                     f"from {gauge['bent_least']:.0e})", ("symmetry", "dimension"),
+                     [*parts.items(), ("sum", every_way), ("Eq. 74", printed), (f"Eq. 74 + {STREAM}", compact)])
         claims += [
             dict(claim="misalignment of G and H drives circulation", paper="Eq. 79, first term",
-                 theory="slope 1 in the limit of small steps, 0 for own labels",
+                 theory="of the fitted sample, SGD's population: slope 1 in the limit of small steps, 0 for own labels",
                  ours=f"batch 128, 16: {pm(small, large)}; linear process (1 if measured well): {pm(*linear[:2])}",
                  null=f"own labels: {pm(null_small, null_large)}; linear process (0): {pm(*linear[2:])}",
                  verdict="not decided" if not seen or off(null_small, 0) or not off(small, 0) else
@@ -755,17 +800,17 @@ def main():
                  "3 se of 0: at both batches, holds; at 128 alone, whose steps are less noisy, holds under the "
                  "condition that steps are small; off by more than 20%, does not hold",
                  would_change="a slope at batch 128 off 1 by more than 20%, or a null off 0"),
-            dict(claim="null space of G is the gauge group of Eq. 74", paper=f"{printed} here",
-                 theory=f"{sum(parts.values())} from all continuous symmetries of the function", ours=f"{measured}",
-                 null="identities.py: attention alone, weight-decay-free directions only: Eq. 74 exact",
-                 verdict="holds" if measured == printed else "does not hold",
-                 rule="holds if the measured dimension equals Eq. 74's; ours also checks the full list: "
-                 + ("equal" if measured == sum(parts.values()) else "NOT equal"),
-                 would_change="counting only the directions along which weight decay is flat, in attention alone"),
+            dict(claim="null space of G is the gauge group of Eq. 74", paper=f"{printed} here, where decay is flat",
+                 theory=f"{compact} where decay is flat: Eq. 74 and rotations of the stream; {every_way} in all",
+                 ours=f"{gauge['flat']} where decay is flat (unit gains); {gauge['all']} in all",
+                 null="identities.py: attention alone, where decay is flat: Eq. 74 exact",
+                 verdict="holds" if gauge["flat"] == printed else "does not hold",
+                 rule="holds if the measured dimension where decay is flat equals Eq. 74's; ours is also held against "
+                 "theory's two: " + ("equal" if (gauge["flat"], gauge["all"]) == (compact, every_way) else "NOT equal"),
+                 would_change="a network whose residual stream can't be rotated, such as attention alone"),
         ]
         protocol["circulation"] = setting | arms
-        numbers |= dict(slope=slope, gauge=dict(measured=measured, theory=parts, eq74=printed, last_kept=kept,
-                                                first_dropped=dropped))
+        numbers |= dict(slope=slope, gauge=dict(gauge, theory=parts, eq74=printed))
 
     def figure():
         fig, ax = models.figure_axes(4 if slope else 3, dpi=100)

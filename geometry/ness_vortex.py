@@ -660,7 +660,7 @@ def main():
         sample, moments_of, own = piece, piece.moments, piece.own
     else:
         box = Sandbox(8, 2, 6, 2, 27, 8) if quick else Sandbox(12, 2, 28, 2, 27, 8)
-        total, size = (1024, 64) if quick else (8192, 256)
+        total, size = (512, 64) if quick else (8192, 256)
         alphabet, span = letters(text), box.length + 1
         cut = alphabet[:len(alphabet) // span * span].view(-1, span)        # disjoint windows; fresh: fitted by nothing
         fit, fresh, rest = cut[torch.randperm(len(cut), generator=gen)].tensor_split((total, 4 * total))

@@ -177,6 +177,13 @@ def spread(rows, key):
 T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 
 
+def mean_interval(values):
+    """Mean of two or more independent values, a sequence of floats, and half the width of its 95% interval (Student)."""
+    mean = sum(values) / len(values)
+    variance = sum((v - mean) ** 2 for v in values) / (len(values) - 1)
+    return mean, T95[min(len(values) - 1, 9)] * math.sqrt(variance / len(values))
+
+
 def paired_verdict(claim, ours, theirs):
     """Is ours below theirs, run by run on the same seeds? From the 95% interval of the mean paired difference.
 
@@ -190,8 +197,7 @@ def paired_verdict(claim, ours, theirs):
     if len(pairs) < max(3, len(ours)):
         lost = "fewer than three seeds" if len(pairs) == len(ours) else "the other runs diverged"
         return {"claim": claim, "measured": f"differences {[round(p, 4) for p in pairs]}, {lost}", "verdict": "not decided"}
-    mean = sum(pairs) / len(pairs)
-    half = T95[min(len(pairs) - 1, 9)] * math.sqrt(sum((p - mean) ** 2 for p in pairs) / (len(pairs) - 1) / len(pairs))
+    mean, half = mean_interval(pairs)
     verdict = "holds" if mean + half < 0 else "does not hold" if mean - half > 0 else "not decided"
     return {"claim": claim, "measured": f"mean difference {mean:+.4f} +- {half:.4f} (95%, {len(pairs)} pairs)",
             "difference": mean, "half_width": half, "pairs": pairs, "verdict": verdict}

@@ -765,6 +765,15 @@ def test_spherical_kmeans_and_cluster_count():
 
 def test_small_formulas():
     assert math.isclose(metrics.mixing_envelope(0.5, 3), (1 - math.exp(-1)) ** 3)
+    stats = metrics.grad_norm_stats([1.0, 2.0, 3.0])
+    assert math.isclose(stats["mean"], 2) and math.isclose(stats["var"], 1) and math.isclose(stats["cv"], 0.5)
+    assert math.isclose(metrics.bits_per_byte(math.log(2), 100, 200), 0.5)
+    ids = torch.tensor([[7, 2, 7, 0], [7, 7, 2, 7]])  # the least loss of one distribution for all of them
+    p = torch.tensor([1, 0, 2, 0, 0, 0, 0, 5], dtype=torch.float64) / 8
+    assert math.isclose(metrics.unigram_entropy(ids).item(), F.nll_loss(p.log().expand(8, 8), ids.flatten()).item())
+    assert math.isclose(metrics.unigram_entropy(torch.arange(10)).item(), math.log(10))
+    W = torch.randn(5, 7, requires_grad=True)
+    assert metrics.count_flops(lambda: (torch.randn(3, 5) @ W).sum().backward()) == 2 * 2 * 3 * 5 * 7
 
 
 @pytest.mark.parametrize("call, words", [
@@ -786,15 +795,6 @@ def test_metrics_of_lost_tokens_and_of_16_bits():
         assert torch.allclose(metrics.cosine_entropy(x.to(half)), metrics.cosine_entropy(x), atol=0.01)
     x[0, 3, 1] = math.nan  # a state that is lost has no antipodal share, and certainly not 0
     assert metrics.antipolar_fraction(x).isnan().tolist() == [True, False]
-    stats = metrics.grad_norm_stats([1.0, 2.0, 3.0])
-    assert math.isclose(stats["mean"], 2) and math.isclose(stats["var"], 1) and math.isclose(stats["cv"], 0.5)
-    assert math.isclose(metrics.bits_per_byte(math.log(2), 100, 200), 0.5)
-    ids = torch.tensor([[7, 2, 7, 0], [7, 7, 2, 7]])  # the least loss of one distribution for all of them
-    p = torch.tensor([1, 0, 2, 0, 0, 0, 0, 5], dtype=torch.float64) / 8
-    assert math.isclose(metrics.unigram_entropy(ids).item(), F.nll_loss(p.log().expand(8, 8), ids.flatten()).item())
-    assert math.isclose(metrics.unigram_entropy(torch.arange(10)).item(), math.log(10))
-    W = torch.randn(5, 7, requires_grad=True)
-    assert metrics.count_flops(lambda: (torch.randn(3, 5) @ W).sum().backward()) == 2 * 2 * 3 * 5 * 7
 
 
 def test_perturbation_robustness_on_a_linear_loss():

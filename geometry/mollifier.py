@@ -136,7 +136,7 @@ def main():
     losses = {e: torch.tensor([with_eps(model, e).loss(ids) for ids in passages], dtype=torch.float64) for e in [own, *factors]}
     ppl = {e: math.exp(loss.mean()) for e, loss in losses.items()}
     tiny = losses[1e-15] - losses[own]  # (passages,): log of the factor by which perplexity rises
-    rise, half = tiny.mean().item(), metrics.T95[min(len(tiny) - 1, 9)] * (tiny.std() / len(tiny) ** 0.5).item()
+    rise, half = metrics.mean_interval(tiny.tolist())
     harmful = next((e for e in factors if e > own and ppl[e] > 1.01 * ppl[own]), math.inf)
     stretch = max(n.gain.double().abs().max().item() / math.sqrt(x.double().square().mean(-1).min().item())
                   for n, x in zip(norms, stream))  # an upper bound on any of their sigma_max at a real token

@@ -33,7 +33,8 @@ from statistics import median
 
 import torch
 
-import models
+import models  # noqa: I001  puts the folder above on the path
+import metrics
 
 PAPER = {"Qwen3-0.6B": 1541, "Mistral-7B-v0.3": 375, "Qwen3-4B": 224, "LLaMA-3.1-8B": 78, "Gemma-3-1B": 1}
 MATURE = 1e9  # tokens; below, tying amplifies by at most 1 in the paper (VI.3.5, item 3)
@@ -210,8 +211,8 @@ def main():
     parity_ratio = {}
     for kind in ("slice", "product"):  # symmetric over anti-symmetric, log, the same seeds
         log = torch.tensor(rescue[f"{kind}, symmetric"]).log() - torch.tensor(rescue[f"{kind}, anti-symmetric"]).log()
-        half = {3: 4.303, 5: 2.776}[seeds] * log.std().item() / math.sqrt(seeds)  # Student's t, 95%
-        parity_ratio[kind] = tuple(math.exp(log.mean().item() + s * half) for s in (-1, 0, 1))
+        mean, half = metrics.mean_interval(log.tolist())
+        parity_ratio[kind] = tuple(math.exp(mean + s * half) for s in (-1, 0, 1))
 
     # -- exponential or additive? One block again and again, and the size of its update against the length of x
     states = {"trained": model.states(short_ids[0])}

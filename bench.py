@@ -13,10 +13,11 @@ Speed and memory of nanosphere: every claim a ratio, measured in one process on 
 On one CPU thread the clock is the process's CPU time, which other programs on the machine move little; on more threads
 it is the wall; on CUDA, events after a warm-up. SECTIONS, at the end of the file, lists what is measured.
 
-    $ python bench.py                      # about 10 minutes on two CPU cores: results/bench-cpu.json and .png
+    $ python bench.py                      # about 12 minutes on two CPU cores: results/bench-cpu.json and .png
     $ python bench.py --only noise compile
     $ python bench.py --quick              # a minute, to see that all of it works: its numbers mean nothing
 """
+import contextlib
 import cProfile
 import ctypes
 import gc
@@ -28,6 +29,7 @@ import pathlib
 import pstats
 import random
 import resource
+import signal
 import statistics
 import subprocess
 import sys
@@ -498,14 +500,22 @@ def final_loss(bench, arm, dtype, seed, steps):
     return statistics.mean(losses[-max(1, steps // 10):])
 
 
+@contextlib.contextmanager
 def script(*words):
-    """A script of the project in a process of its own."""
-    return subprocess.Popen([sys.executable, *map(str, words)], cwd=HERE, stdout=subprocess.DEVNULL,
-                            stderr=subprocess.PIPE, text=True)
+    """A script of the project in a process of its own, which does not outlive this block, nor a kill of this process."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    with subprocess.Popen([sys.executable, *map(str, words)], cwd=HERE, stdout=subprocess.DEVNULL,
+                          stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+            signal.signal(signal.SIGTERM, before)
 
 
-def finished(process):
-    errors = process.communicate()[1]
+def finish(*words):
+    with script(*words) as process:
+        errors = process.communicate()[1]
     if process.returncode:
         raise UserError(f"{' '.join(process.args[1:])} failed: {errors.strip().splitlines()[-1]}")
 
@@ -522,19 +532,16 @@ def startup(bench):
     for _ in range(times):
         for name, words in (("torch", ("-c", "import torch")), ("help", ("train_charlm.py", "--help"))):
             start = now()
-            finished(script(*words))
+            finish(*words)
             spent[name].append(now() - start)
         with tempfile.TemporaryDirectory() as folder:
             size = ["--layers", 2, "--dim", 16, "--heads", 2] if bench.quick else []
             start = now()
-            process = script("train_charlm.py", "--dataset", "pydoc", "--arms", "consensus-qkv", "--sample", 0, *size,
-                             "--device", bench.device.type, "--threads", torch.get_num_threads(),
-                             "--out", f"{folder}/run")
             log = pathlib.Path(folder) / "run" / "consensus-qkv-seq256-seed0" / "metrics.jsonl"
-            while process.poll() is None and not (log.exists() and log.stat().st_size):
-                time.sleep(0.02)
-            process.kill()
-            process.communicate()
+            with script("train_charlm.py", "--dataset", "pydoc", "--arms", "consensus-qkv", "--sample", 0, *size, "--device",
+                        bench.device.type, "--threads", torch.get_num_threads(), "--out", f"{folder}/run") as process:
+                while process.poll() is None and not (log.exists() and log.stat().st_size):
+                    time.sleep(0.02)
             spent["step"].append(now() - start)
     bench.row("startup", "python -c 'import torch', the bound of what follows", value=min(spent["torch"]), unit="s")
     bench.row("startup", "python train_charlm.py --help", 3.0, value=min(spent["help"]), unit="s")
@@ -554,10 +561,9 @@ def parallel(bench):
         torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"
         for name, launcher in (("one", ()), ("two", torchrun)):
             out = pathlib.Path(folder) / name
-            finished(script(*launcher, "train_charlm.py", "--dataset", "pydoc", "--arms", "consensus-qkv", "--layers", 4,
-                            "--dim", dim, "--heads", 2, "--seq", 64, "--batch", 16, "--steps", steps, "--eval-every",
-                            steps, "--sample", 0, "--lr", 1e-3, "--threads", 1, "--device", bench.device.type, "--dtype",
-                            "float32", "--out", out))
+            finish(*launcher, "train_charlm.py", "--dataset", "pydoc", "--arms", "consensus-qkv", "--layers", 4, "--dim", dim,
+                   "--heads", 2, "--seq", 64, "--batch", 16, "--steps", steps, "--eval-every", steps, "--sample", 0, "--lr",
+                   1e-3, "--threads", 1, "--device", bench.device.type, "--dtype", "float32", "--out", out)
             run = out / "consensus-qkv-seq64-seed0"
             losses[name] = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
             spent[name] = json.loads((run / "timing.json").read_text())["seconds_per_step"]
@@ -579,7 +585,7 @@ def main():
                         help=f"among {', '.join(SECTIONS)} (default: all)")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
     parser.add_argument("--threads", type=count, metavar="N", help="CPU threads (default: all cores)")
-    parser.add_argument("--rounds", type=count, default=9, metavar="N",
+    parser.add_argument("--rounds", type=count, default=15, metavar="N",
                         help="rounds of every ratio (default: %(default)s)")
     parser.add_argument("--out", type=harness.folder, metavar="FILE",
                         help="results; a figure goes beside (default: results/bench-<device>.json, and -quick after the "

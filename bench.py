@@ -13,7 +13,7 @@ Speed and memory of nanosphere: every claim a ratio, measured in one process on 
 On one CPU thread the clock is the process's CPU time, which other programs on the machine move little; on more threads
 it is the wall; on CUDA, events after a warm-up. SECTIONS, at the end of the file, lists what is measured.
 
-    $ python bench.py                      # about 12 minutes on two CPU cores: results/bench-cpu.json and .png
+    $ python bench.py                      # about 9 minutes on two CPU cores: results/bench-cpu.json and .png
     $ python bench.py --only noise compile
     $ python bench.py --quick              # a minute, to see that all of it works: its numbers mean nothing
 """

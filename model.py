@@ -23,7 +23,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from rope_consensus import ConsensusAttention, rope_tables, rotate, sphere_step, tangent, unit
+from rope_consensus import ConsensusAttention, rope_tables, rotate, tangent, unit
 
 # arm: (projections of ConsensusAttention, MLP width over d)
 ARMS = {
@@ -100,7 +100,7 @@ class ConsensusBlock(nn.Module):
         scale = x.shape[-1] ** 0.5  # unit per head has channels of size 1/scale; the MLP sees size 1
         u = self.down(F.gelu(F.linear(x.flatten(-2), self.up.weight * scale))).view_as(x)
         # x <- normalize(x + eta P_x MLP(x))
-        return sphere_step(x, self.eta.view(x.shape[-2:]) / scale, u).flatten(-2)
+        return unit(torch.addcmul(x, self.eta.view(x.shape[-2:]) / scale, tangent(x, u.to(x.dtype)))).flatten(-2)
 
 
 class Transformer(nn.Module):

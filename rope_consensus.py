@@ -51,54 +51,15 @@ def wide(x):
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def inverse_norm(x, eps=1e-8):
-    """1/||x|| over the last axis, (..., d) -> (..., 1); 0 for rows shorter than eps."""
-    return F.threshold((x * x).sum(-1, keepdim=True), eps * eps, torch.inf).rsqrt()
-
-
 def unit(x, eps=1e-8):
     """x / ||x|| over the last axis, in float32 at least. Rows shorter than eps become zero, with zero gradient."""
     w = wide(x)
-    return (w * inverse_norm(w, eps)).to(x.dtype)
+    return (w * F.threshold((w * w).sum(-1, keepdim=True), eps * eps, torch.inf).rsqrt()).to(x.dtype)
 
 
 def tangent(x, v):
     """v - x (x^T v): the part of v tangent to the sphere at the unit rows x. (..., d), (..., d) -> (..., d)."""
     return torch.addcmul(v, x, (x * v).sum(-1, keepdim=True), value=-1)
-
-
-class SphereStep(torch.autograd.Function):
-    """sphere_step(x, eta, m) with its derivative written out, once: 12 passes over the tokens where autograd makes 20."""
-
-    @staticmethod
-    def forward(ctx, x, eta, m):
-        s = (x * m).sum(-1, keepdim=True)
-        v = torch.addcmul(m, x, s, value=-1)  # v = m - s x, s = x^T m
-        y = torch.addcmul(x, eta, v)
-        r = inverse_norm(y)
-        y.mul_(r)  # y = r (x + eta v)
-        ctx.save_for_backward(x, eta, m, s, v, y, r)
-        return y
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, g):
-        x, eta, m, s, v, y, r = ctx.saved_tensors
-        g = tangent(y, g).mul_(r)  # of x + eta v: r (g - (y^T g) y)
-        u = g * eta  # of v
-        c = (x * u).sum(-1, keepdim=True)  # of -s
-        grad_eta = (g * v).sum_to_size(eta.shape)
-        return g.addcmul_(u, s, value=-1).addcmul_(m, c, value=-1), grad_eta, torch.addcmul(u, x, c, value=-1)
-
-
-def sphere_step(x, eta, m, eager=False):
-    """normalize(x + eta (m - (x^T m) x)): a step from unit rows x (..., d) along the part of m (..., d) tangent there.
-
-    eta: a tensor that broadcasts to x. Computed in float32 at least, returned in x's dtype. eager spells the step out, for
-    derivatives in forward mode, of second order or by torch.func; eta may be a number then.
-    """
-    w, m = wide(x), m.to(wide(x).dtype)
-    return (unit(w + eta * tangent(w, m)) if eager else SphereStep.apply(w, eta, m)).to(x.dtype)
 
 
 # ---------------------------------------------------------------------------------------------------- RoPE
@@ -171,7 +132,7 @@ def consensus_step(x, eta, beta, causal=False, base=10000.0, eager=False):
     """One step x <- normalize(x + eta (m - (x^T m) x)), m = A x. x: (..., n, d), unit rows; eta broadcasts to it."""
     y = rope(x, base=base)
     m = attend(y, x, beta, causal, eager)
-    return sphere_step(x, eta, m, eager=True)
+    return unit(x + eta * tangent(x, m))
 
 
 def mixing_floor(beta, n):
@@ -377,7 +338,6 @@ class ConsensusAttention(nn.Module):
     control_every=K: each K-th training forward runs `control` first (a graph break under torch.compile: there, leave
     it None and call `control(x)` from the training loop; a checkpoint does not keep the count). safety: the fraction of
     eta_c that is allowed.
-    module(x, eager=True) spells attention and step out: for forward-mode or second derivatives, and for torch.func.
     eta_c is exact for the bare block; with projections or an eta that differs between channels it is a guide (the
     largest eta of a head is the one that is compared), and `local_multiplier` gives the truth.
     """
@@ -433,7 +393,8 @@ class ConsensusAttention(nn.Module):
         if self.proj_out is not None:
             m = self.proj_out(m.flatten(-2)).unflatten(-1, x.shape[-2:])
         eta = self.eta.clone().view(x.shape[-2:])  # of this call: a later one may clip the parameter before the backward
-        return sphere_step(x, eta, m, eager)  # x <- normalize(x + eta (m - (x^T m) x))
+        # x <- normalize(x + eta (m - (x^T m) x))
+        return unit(torch.addcmul(x, eta, tangent(x, m.to(x.dtype)))).to(x.dtype)
 
     def count_and_control(self, x):
         if torch._C._current_graph_task_id() != -1:  # activation checkpointing runs this forward again inside backward()

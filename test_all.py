@@ -337,21 +337,6 @@ def test_gradients_in_float64():
     assert torch.autograd.gradcheck(attn, z)
 
 
-# the derivative by hand: against finite differences, and against autograd of the formula spelled out
-@pytest.mark.parametrize("shape", [(), (4,), (2, 4), (3, 1, 1)])
-def test_sphere_step_derivative(shape):
-    leaves = [randn(3, 2, 4, seed=1), 0.7 + randn(24, seed=2)[:math.prod(shape)].view(shape), randn(3, 2, 4, seed=3)]
-    leaves = [leaf.requires_grad_() for leaf in leaves]
-    assert torch.autograd.gradcheck(rc.sphere_step, leaves)
-    weight = randn(3, 2, 4, seed=4)
-    fused, plain = (torch.autograd.grad((weight * rc.sphere_step(*leaves, eager)).sum(), leaves) for eager in (False, True))
-    for a, b in zip(fused, plain):
-        assert (a - b).abs().max() < 1e-14
-    grad, = torch.autograd.grad(rc.sphere_step(*leaves).pow(3).sum(), leaves[:1], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):  # and not silently wrong
-        grad.sum().backward()
-
-
 def test_case_33_zero_token_stays_finite_forward_and_backward():
     x = tokens(1, 6, 8, dtype=torch.float32).clone()
     x[0, 2] = 0

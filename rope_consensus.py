@@ -443,14 +443,13 @@ def growth(x, etas, beta, causal=False, steps=200, size=1e-6):
     generator = torch.Generator().manual_seed(0)
     state = unit(x + size * torch.randn(x.shape, generator=generator, dtype=x.dtype)).expand(len(etas), *x.shape)
     log_growth = []
-    before = (state - state.mean(-2, keepdim=True)).norm(dim=(-2, -1))
     for _ in range(steps):
+        before = (state - state.mean(-2, keepdim=True)).norm(dim=(-2, -1))
         state = consensus_step(state, etas[:, None, None], beta, causal)
         centre = state.mean(-2, keepdim=True)
         after = (state - centre).norm(dim=(-2, -1))
         log_growth.append((after / before).log())
         state = unit(centre + (state - centre) * (size / after)[:, None, None])
-        before = (state - state.mean(-2, keepdim=True)).norm(dim=(-2, -1))
     return torch.stack(log_growth[steps // 2:]).mean(0).exp()
 
 

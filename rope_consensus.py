@@ -360,8 +360,8 @@ class ConsensusAttention(nn.Module):
         self.proj_out = nn.Linear(dim, dim, bias=False) if value else None
         for layer in filter(None, (self.proj_in, self.proj_out)):
             nn.init.normal_(layer.weight, std=dim ** -0.5)
-        for name in ("lam", "eta_asked", "eta_used"):  # what the last control saw and did, per head
-            self.register_buffer(name, torch.full((heads,), 1.0 if name == "lam" else float(eta)))
+        for name, start in (("lam", 1), ("eta_asked", eta), ("eta_used", eta)):  # what the last control saw and did, per head
+            self.register_buffer(name, torch.full((heads,), float(start)))
 
     def query_value(self, x):
         """Of unit rows x (..., n, heads, d_head): the rows that are compared, unit too, and those that are averaged."""

@@ -504,101 +504,96 @@ def train(folder, model, batch, header, *, seed, steps, lr, device, dtype, evalu
     header = {"format": FORMAT, "seed": seed, "steps": steps, "lr": lr, "weight_decay": WEIGHT_DECAY,
               "dtype": str(dtype), **header}
     warmup = max(1, min(100, steps // 5))
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        log = open(os.devnull if RANK else log_path, "ab", buffering=0)
-    if RANK == 0:
-        lock_file(log, folder)
-        for stale in folder.glob("*.tmp"):  # of a process that was killed while it wrote
-            stale.unlink()
-    try:
+    with contextlib.ExitStack() as stack:  # the log, with its lock, and the interrupts end with it
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            log = stack.enter_context(open(os.devnull if RANK else log_path, "ab", buffering=0))
+        if RANK == 0:
+            lock_file(log, folder)
+            for stale in folder.glob("*.tmp"):  # of a process that was killed while it wrote
+                stale.unlink()
         saved = load_checkpoint(folder, header)
         result = read_json(result_path) if result_path.exists() else None
         if result is not None:
             require_same(result_path, result["header"], header)
-    except UserError:
-        log.close()  # with its lock
-        raise
-    forward, model = model.to(device), bare(model)
-    for module in model.modules():
-        if WORLD > 1 and hasattr(module, "token_seed"):  # of noise_block.py
-            module.token_seed = RANK  # its shared A stays the same on all ranks
-            module.check = False  # one rank that stops alone leaves the others waiting: all see the loss in flush()
-    if saved is not None:
-        model.load_state_dict(saved["model"])
-    # a result without its model, or with a broken last checkpoint, is trained for again
-    if result is not None and (result["diverged"] or saved is not None and saved["step"] == steps):
-        log.close()
-        progress.advance(f"{label}: done before", steps, free=True)
-        return None if RANK else result
-    optimizer = make_optimizer(model, lr, device)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    begin, evaluations, log_bytes = 0, [], 0
-    if saved is not None:
-        optimizer.load_state_dict(saved["optimizer"])
-        scaler.load_state_dict(saved["scaler"])
-        begin, evaluations, log_bytes = saved["step"], saved["evaluations"], saved["log_bytes"]
-        progress.advance(label, begin, free=True)
-    forward = torch.compile(forward) if compile else forward
-    if WORLD > 1:
-        forward = torch.nn.parallel.DistributedDataParallel(forward)
-    pending, seconds, diverged = [], 0.0, None  # pending: losses stay on the device until they are written
-
-    def flush():
-        """Pending steps into the log; Diverged at the first that is not finite."""
-        if not pending:
-            return
-        values = torch.stack([torch.stack((loss, norm)) for _, loss, norm, _ in pending])
+        forward, model = model.to(device), bare(model)
+        for module in model.modules():
+            if WORLD > 1 and hasattr(module, "token_seed"):  # of noise_block.py
+                module.token_seed = RANK  # its shared A stays the same on all ranks
+                module.check = False  # one rank that stops alone leaves the others waiting: all see the loss in flush()
+        if saved is not None:
+            model.load_state_dict(saved["model"])
+        # a result without its model, or with a broken last checkpoint, is trained for again
+        if result is not None and (result["diverged"] or saved is not None and saved["step"] == steps):
+            progress.advance(f"{label}: done before", steps, free=True)
+            return None if RANK else result
+        optimizer = make_optimizer(model, lr, device)
+        scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+        begin, evaluations, log_bytes = 0, [], 0
+        if saved is not None:
+            optimizer.load_state_dict(saved["optimizer"])
+            scaler.load_state_dict(saved["scaler"])
+            begin, evaluations, log_bytes = saved["step"], saved["evaluations"], saved["log_bytes"]
+            progress.advance(label, begin, free=True)
+        forward = torch.compile(forward) if compile else forward
         if WORLD > 1:
-            torch.distributed.all_reduce(values)
-            values /= WORLD  # the mean of equal parts of the batch; the norm is the same on all ranks
-        values = values.tolist()
-        rows = [{"step": at, "loss": loss, "grad_norm": norm, **(extra or {})}
-                for (at, _, _, extra), (loss, norm) in zip(pending, values)]
-        pending.clear()
-        write_all(log, "".join(json.dumps(finite(row)) + "\n" for row in rows).encode(), log_path)
-        for row in rows:
-            if not math.isfinite(row["loss"]) or not (math.isfinite(row["grad_norm"]) or scaler.is_enabled()):
-                late = f"seen {step - row['step']} steps later: the layer is not known"  # on a GPU; on a CPU at once
-                with torch.autocast(device.type, dtype, enabled=dtype is not None):
-                    where = first_bad(model, inputs, targets) if step == row["step"] else late
-                raise Diverged(f"step {row['step']}: loss {row['loss']}, gradient norm {row['grad_norm']}, {where}")
+            forward = torch.nn.parallel.DistributedDataParallel(forward)
+        pending, seconds, diverged = [], 0.0, None  # pending: losses stay on the device until they are written
 
-    def interrupted():
-        """Whether any rank was; on this they must agree."""
-        if WORLD == 1:
-            return interrupts.stop
-        flag = torch.tensor(float(interrupts.stop), device=device)
-        torch.distributed.all_reduce(flag)
-        return flag.item() > 0
+        def flush():
+            """Pending steps into the log; Diverged at the first that is not finite."""
+            if not pending:
+                return
+            values = torch.stack([torch.stack((loss, norm)) for _, loss, norm, _ in pending])
+            if WORLD > 1:
+                torch.distributed.all_reduce(values)
+                values /= WORLD  # the mean of equal parts of the batch; the norm is the same on all ranks
+            values = values.tolist()
+            rows = [{"step": at, "loss": loss, "grad_norm": norm, **(extra or {})}
+                    for (at, _, _, extra), (loss, norm) in zip(pending, values)]
+            pending.clear()
+            write_all(log, "".join(json.dumps(finite(row)) + "\n" for row in rows).encode(), log_path)
+            for row in rows:
+                if not math.isfinite(row["loss"]) or not (math.isfinite(row["grad_norm"]) or scaler.is_enabled()):
+                    late = f"seen {step - row['step']} steps later: the layer is not known"  # on a GPU; on a CPU at once
+                    with torch.autocast(device.type, dtype, enabled=dtype is not None):
+                        where = first_bad(model, inputs, targets) if step == row["step"] else late
+                    raise Diverged(f"step {row['step']}: loss {row['loss']}, gradient norm {row['grad_norm']}, {where}")
 
-    def save(at):
-        if RANK:
-            return
-        with writing(log_path):
-            os.fsync(log.fileno())
-        save_checkpoint(folder, {"header": header, "step": at, "evaluations": evaluations, "model": model.state_dict(),
-                                 "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
-                                 "log_bytes": log.tell()})
+        def interrupted():
+            """Whether any rank was; on this they must agree."""
+            if WORLD == 1:
+                return interrupts.stop
+            flag = torch.tensor(float(interrupts.stop), device=device)
+            torch.distributed.all_reduce(flag)
+            return flag.item() > 0
 
-    def look(at):
-        found = [None]
-        if RANK == 0:
-            model.eval()
-            with torch.no_grad(), torch.autocast(device.type, dtype, enabled=dtype is not None):
-                found = [{"step": at, **evaluate(model)}]
-            model.train()
-        if WORLD > 1:
-            torch.distributed.broadcast_object_list(found)
-        evaluations.extend(found)
-        if not math.isfinite(evaluations[-1]["val_loss"]):
-            raise Diverged(f"step {at}: validation loss {evaluations[-1]['val_loss']}")
+        def save(at):
+            if RANK:
+                return
+            with writing(log_path):
+                os.fsync(log.fileno())
+            save_checkpoint(folder, {"header": header, "step": at, "evaluations": evaluations, "model": model.state_dict(),
+                                     "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
+                                     "log_bytes": log.tell()})
 
-    if RANK == 0 and log.tell() < log_bytes:
-        log.close()
-        raise UserError(f"{log_path} is shorter than when the checkpoint beside it was saved: its lines are lost; move "
-                        f"{folder} away to train it again")
-    with log, Interrupts() as interrupts:
+        def look(at):
+            found = [None]
+            if RANK == 0:
+                model.eval()
+                with torch.no_grad(), torch.autocast(device.type, dtype, enabled=dtype is not None):
+                    found = [{"step": at, **evaluate(model)}]
+                model.train()
+            if WORLD > 1:
+                torch.distributed.broadcast_object_list(found)
+            evaluations.extend(found)
+            if not math.isfinite(evaluations[-1]["val_loss"]):
+                raise Diverged(f"step {at}: validation loss {evaluations[-1]['val_loss']}")
+
+        if RANK == 0 and log.tell() < log_bytes:
+            raise UserError(f"{log_path} is shorter than when the checkpoint beside it was saved: its lines are lost; move "
+                            f"{folder} away to train it again")
+        interrupts = stack.enter_context(Interrupts())
         if RANK == 0:
             with writing(log_path):
                 log.truncate(log_bytes)  # what was logged after the checkpoint is logged again

@@ -173,12 +173,11 @@ def run_all(args, out, device, dtype, header, lr, make_model, batch, evaluate, e
             evaluate=lambda model: evaluate(model) | metrics.by_layer(model.states(embed(model))))
         if (folder / "row.json").exists() or harness.RANK:
             continue
-        norms = [g for g in result["grad_norms"][steps[arm] // 2:] if g is not None]
         row = dict(arm=arm, seed=seed, h=h, gamma=gamma, lr=rate, steps=steps[arm], **flops[arm], diverged=result["diverged"],
                    train_loss=result["train_loss_last"], best=result["best"])
         if not result["diverged"]:
             model.eval()
-            stats = metrics.grad_norm_stats(norms)
+            stats = metrics.grad_norm_stats([g for g in result["grad_norms"][steps[arm] // 2:] if g is not None])
             row.update(grad_norm_mean=stats["mean"], grad_norm_var=stats["var"], grad_norm_cv=stats["cv"])
             *_, last = row["evaluations"] = result["evaluations"]
             row.update(final(model), **{key: value for key, value in last.items() if key.endswith("_by_layer")})

@@ -179,8 +179,8 @@ def run_all(args, out, device, dtype, header, lr, make_model, batch, evaluate, e
             model.eval()
             stats = metrics.grad_norm_stats([g for g in result["grad_norms"][steps[arm] // 2:] if g is not None])
             row.update(grad_norm_mean=stats["mean"], grad_norm_var=stats["var"], grad_norm_cv=stats["cv"])
-            *_, last = row["evaluations"] = result["evaluations"]
-            row.update(final(model), **{key: value for key, value in last.items() if key.endswith("_by_layer")})
+            row["evaluations"] = result["evaluations"]
+            row.update(final(model), **{key: x for key, x in row["evaluations"][-1].items() if key.endswith("_by_layer")})
             for key in ("entropy", "antipolar", "clusters"):
                 row[f"{key}_last"] = row[f"{key}_by_layer"][-1]
             if h is not None:

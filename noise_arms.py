@@ -209,12 +209,11 @@ def hypothesis(rows, metric, unit_, robust):
     first and one of the others do, does not hold if the first or both others do not, else it is not decided."""
     def pair(arm, key, sign=1):
         return [None if row.get(key) is None else sign * row[key] for row in rows if row["arm"] == arm]
-    found = []
-    for rival in ("isotropic", "dropout", "sphere", "prenorm"):
-        if any(row["arm"] == rival for row in rows) and any(row["arm"] == "tangent" for row in rows):
-            found.append(metrics.paired_verdict(f"tangent has a lower {metric} than {rival}, {unit_}",
-                                                pair("tangent", metric), pair(rival, metric)))
-    if not any(row["arm"] == "isotropic" for row in rows) or not any(row["arm"] == "tangent" for row in rows):
+    arms = {row["arm"] for row in rows}
+    found = [metrics.paired_verdict(f"tangent has a lower {metric} than {rival}, {unit_}", pair("tangent", metric),
+                                    pair(rival, metric))
+             for rival in ("isotropic", "dropout", "sphere", "prenorm") if {"tangent", rival} <= arms]
+    if not {"tangent", "isotropic"} <= arms:
         return found
     degeneracy = metrics.paired_verdict("tangent has a higher cosine entropy in the last layer than isotropic (shown negative)",
                                         pair("tangent", "entropy_last", -1), pair("isotropic", "entropy_last", -1))

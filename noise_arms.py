@@ -245,30 +245,29 @@ def experiment(args, device, dtype, name, columns, metric, unit_, robust, theory
         run_all(args, out, device, dtype, header, **parts)
     if harness.RANK:
         return
-    turn = open(out / ".turn", "a")  # shards that end together make the table one after the other, the last one with all rows
-    harness.lock_file(turn, out, wait=True)
-    rows, complete = finished(args, out)
-    groups = {}
-    for row in rows:
-        groups.setdefault((row["arm"], row["h"], row["gamma"]), []).append(row)
     extra = {"entropy_last": ("entropy", ".3f"), "antipolar_last": ("antipodal", ".4f"), "clusters_last": ("clusters", ".1f"),
              "grad_norm_var": ("var |grad|", ".3g"), "budget": ("E||dx||^2", ".3g"), "turned": ("E sin^2", ".3g")}
-    table = []
-    for (arm, h, gamma), group in groups.items():
-        line = {"arm": arm, "h": h, "gamma": gamma, "n": sum(not row["diverged"] for row in group)}
-        for key in (*columns, *extra):
-            line[key], line[key + "_sd"] = metrics.spread(group, key)
-        table.append(line)
     shown = {"arm": ("arm", ""), "h": ("h", ".3g"), "gamma": ("gamma", "g"), "n": ("seeds", "d")}
     for key, (heading, spec) in columns.items():
         shown[key], shown[key + "_sd"] = (heading, spec), ("+-", spec)
-    print(harness.table(table, {**shown, **extra}))
-    verdicts = hypothesis(rows, metric, unit_, robust) if complete and not args.sweep else []
-    harness.write_json(out / "summary.json", {**config, **header, "complete": complete, "theory": theory,
-                                              "table": table, "runs": rows, "verdicts": verdicts})
-    draw(out, rows, table, columns[metric][0], metric, theory)
-    harness.print_verdicts(verdicts, out)
-    turn.close()
+    with open(out / ".turn", "a") as turn:  # shards that end together take turns: the last one makes the table of all rows
+        harness.lock_file(turn, out, wait=True)
+        rows, complete = finished(args, out)
+        groups = {}
+        for row in rows:
+            groups.setdefault((row["arm"], row["h"], row["gamma"]), []).append(row)
+        table = []
+        for (arm, h, gamma), group in groups.items():
+            line = {"arm": arm, "h": h, "gamma": gamma, "n": sum(not row["diverged"] for row in group)}
+            for key in (*columns, *extra):
+                line[key], line[key + "_sd"] = metrics.spread(group, key)
+            table.append(line)
+        print(harness.table(table, {**shown, **extra}))
+        verdicts = hypothesis(rows, metric, unit_, robust) if complete and not args.sweep else []
+        harness.write_json(out / "summary.json", {**config, **header, "complete": complete, "theory": theory,
+                                                  "table": table, "runs": rows, "verdicts": verdicts})
+        draw(out, rows, table, columns[metric][0], metric, theory)
+        harness.print_verdicts(verdicts, out)
 
 
 def draw(out, rows, table, label, metric, theory):

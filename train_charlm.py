@@ -221,9 +221,8 @@ def run(args, data, out, progress, device, dtype, arm, seq, seed, eta=None):
         return model, None
     norms = [g for g in result["grad_norms"] if g is not None]
     stats = metrics.grad_norm_stats(norms) if norms else {"mean": None, "var": None}  # diverged before the first step
-    row = dict(arm=arm, seq=seq, seed=seed, lr=lr, eta=eta, diverged=result["diverged"],
-               diverged_at=result["diverged_at"], curve=[e["val_loss"] for e in result["evaluations"]], val_loss=None,
-               best=result["best"],
+    row = dict(arm=arm, seq=seq, seed=seed, lr=lr, eta=eta, diverged=result["diverged"], diverged_at=result["diverged_at"],
+               curve=[e["val_loss"] for e in result["evaluations"]], val_loss=None, best=result["best"],
                train_loss=result["train_loss_last"], grad_norm_mean=stats["mean"], grad_norm_var=stats["var"])
     if not result["diverged"]:
         row["val_loss"] = metrics.mean_loss(model.eval(), tiles(data.valid, seq, device))

@@ -265,19 +265,18 @@ def compare(args, data, out, device, dtype):
         for arm in args.arms[1:]:
             verdicts.append(metrics.paired_verdict(f"{arm} ends below {args.arms[0]}, seq {seq}, nats per character",
                                                    loss[arm], loss[args.arms[0]]))
-    for row in rows:
+    shown = [dict(row) for row in rows]  # the speed differs between equal runs: it stays in timing.json
+    for row in shown:
         timing = out / f"{row['arm']}-seq{row['seq']}-seed{row['seed']}" / "timing.json"
         if timing.exists():
             row["chars_per_second"] = args.batch * row["seq"] / harness.read_json(timing)["seconds_per_step"]
-    print(harness.table(rows, {
+    print(harness.table(shown, {
         "arm": ("arm", ""), "seq": ("seq", "d"), "seed": ("seed", "d"), "val_loss": ("val loss", ".4f"),
         "bits_per_byte": ("bits/byte", ".4f"), "diameter_last": ("D last", ".3f"),
         "grad_norm_mean": ("|grad|", ".3f"), "grad_norm_var": ("var", ".3g"), "lambda_max": ("lambda_max", ".4f"),
         "eta_used": ("eta used", ".3f"), "chars_per_second": ("chars/s", ".0f")}))
     for item in samples:
         print(f"\n--- {item['arm']}, seq {item['seq']}:\n{item['text']}")
-    for row in rows:
-        row.pop("chars_per_second", None)  # differs between equal runs: it stays in timing.json
     figure, (left, right) = harness.figure_axes(2)
     for arm, style in zip(args.arms, ("k-", "k--", "k:", "k-.")):
         first = next(r for r in rows if r["arm"] == arm)

@@ -318,7 +318,7 @@ def sweep(args, data, out, device, dtype):
     print("(a) the toy block, no mask, d = 16: step size at which disagreement starts to grow")
     toy = []
     for beta, n in ((0.5, 64), (1, 64), (2, 64), (4, 64), (8, 64), (1, 256)):
-        if args.quick and beta not in (1, 8) or args.quick and n == 256:
+        if args.quick and (beta, n) not in ((1, 64), (8, 64)):
             continue
         eta_c, observed = rope_consensus.measure_threshold(beta, n, steps=100 if n == 256 else 200)
         toy.append(dict(beta=beta, n=n, eta_c=eta_c, eta_observed=observed, rel_error=observed / eta_c - 1))

@@ -383,8 +383,8 @@ def sweep(args, data, out, device, dtype):
             axis.axhline(standard[key], color="k", ls="--", lw=1, label="standard")
     axes[0].axhline(blind := metrics.unigram_entropy(data.valid).item(), color="0.6", label="unigram entropy: no context")
     axes[2].axhline(1, color="0.6", lw=1)
-    theory = [0.02 * k for k in range(int(50 * max([r for r in ratio if r] or [1])) + 2)]
-    axes[2].plot(theory, [max(abs(1 - 2 * t), 0) for t in theory], color="0.6", label="fastest mode: |1 - eta lambda_max|")
+    theory = [0.02 * k for k in range(int(50 * max((r for r in ratio if r), default=1)) + 2)]
+    axes[2].plot(theory, [abs(1 - 2 * t) for t in theory], color="0.6", label="fastest mode: |1 - eta lambda_max|")
     for axis in axes:
         axis.legend(fontsize=7)
     harness.save_figure(figure, out / "sweep.png")

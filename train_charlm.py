@@ -317,9 +317,7 @@ def sweep(args, data, out, device, dtype):
     """(a) the toy block's threshold; (b) the sweep of eta beside the standard arm: table, figure, verdicts."""
     print("(a) the toy block, no mask, d = 16: step size at which disagreement starts to grow")
     toy = []
-    for beta, n in ((0.5, 64), (1, 64), (2, 64), (4, 64), (8, 64), (1, 256)):
-        if args.quick and (beta, n) not in ((1, 64), (8, 64)):
-            continue
+    for beta, n in ((1, 64), (8, 64)) if args.quick else ((0.5, 64), (1, 64), (2, 64), (4, 64), (8, 64), (1, 256)):
         eta_c, observed = rope_consensus.measure_threshold(beta, n, steps=100 if n == 256 else 200)
         toy.append(dict(beta=beta, n=n, eta_c=eta_c, eta_observed=observed, rel_error=observed / eta_c - 1))
     print(harness.table(toy, {"beta": ("beta", "g"), "n": ("n", "d"), "eta_c": ("eta_c", ".4f"),

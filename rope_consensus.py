@@ -460,15 +460,15 @@ def measure_threshold(beta, n, d=16, causal=False, seed=0, steps=200):
     """
     generator = torch.Generator().manual_seed(seed)
     x = unit(torch.randn(d, generator=generator, dtype=torch.float64)).expand(n, d)
-    low, high = 0.5, 16.0
+    eta_c, low, high = eta_critical(x, beta, causal).item(), 0.5, 16.0
     for _ in range(3):
         etas = torch.linspace(low, high, 9, dtype=x.dtype)
         g = growth(x, etas, beta, causal, steps)
         k = int((g > 1).to(torch.int).argmax())  # the first that grows
         if k == 0:
-            return eta_critical(x, beta, causal).item(), math.nan  # no boundary inside the bracket
+            return eta_c, math.nan  # no boundary inside the bracket
         low, high = etas[k - 1].item(), etas[k].item()
-    return eta_critical(x, beta, causal).item(), low + (high - low) * ((1 - g[k - 1]) / (g[k] - g[k - 1])).item()
+    return eta_c, low + (high - low) * ((1 - g[k - 1]) / (g[k] - g[k - 1])).item()
 
 
 def two_clusters(n, d, first):

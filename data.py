@@ -66,7 +66,6 @@ def download(url, path, algorithm, expected, tries=3, timeout=20):
     wrong is removed. Raises UserError with the last reason. path is never touched unless the new content is right.
     """
     part = pathlib.Path(f"{path}.part")
-    reason = ""
     for attempt in range(tries):
         have = part.stat().st_size if part.exists() else 0
         request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
@@ -86,7 +85,7 @@ def download(url, path, algorithm, expected, tries=3, timeout=20):
             if length is not None and got < int(length):
                 raise ConnectionError(f"cut off after {got} of {length} bytes")
         except (OSError, http.client.HTTPException) as error:  # URLError and timeouts are OSErrors
-            reason = f"{getattr(error, 'reason', error)}"
+            reason = getattr(error, "reason", error)
             if isinstance(error, urllib.error.HTTPError):
                 reason = f"HTTP {error.code}"
                 if error.code == 416:

@@ -179,7 +179,7 @@ def load_text(dataset, data_dir=None):
                "NUL": "\0"}
     counts = {name: text.count(mark) for name, mark in unusual.items()}
     counts["lone CR"] -= counts["CRLF"]
-    counts["non-ASCII"] = len(text) - sum(map(text.count, map(chr, range(128)))) if not text.isascii() else 0
+    counts["non-ASCII"] = len(text) - len(text.encode("ascii", "ignore"))
     notes = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
     return types.SimpleNamespace(name=dataset, text=text, notes=notes, sha256=hashlib.sha256(data).hexdigest())
 

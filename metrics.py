@@ -150,8 +150,7 @@ def dobrushin(A):
 
 
 def mixing_envelope(beta, t):
-    """(1 - exp(-2 beta))^t: the diameter after t averaging steps over the first one is never above this, beta >= 0. No
-    mask."""
+    """(1 - exp(-2 beta))^t, beta >= 0: without a mask, the most that t averaging steps leave of the diameter."""
     if not beta >= 0:
         raise ValueError(f"beta must be >= 0, not {beta}")
     return (1 - math.exp(-2 * beta)) ** t

@@ -117,11 +117,10 @@ def cluster_count(x, threshold=0.9, **options):
     curve = []
     for k in range(1, x.shape[-2] + 1):
         curve.append(spherical_kmeans(x, k, **options)[2])
-        if bool((torch.stack(curve, -1).amax(-1) >= threshold).all()):
+        reached = torch.stack(curve, -1) >= threshold
+        if reached.any(-1).all():
             break
-    curve = torch.stack(curve, -1)
-    reached = curve >= threshold
-    return torch.where(reached.any(-1), reached.int().argmax(-1) + 1, x.shape[-2]), curve
+    return torch.where(reached.any(-1), reached.int().argmax(-1) + 1, x.shape[-2]), torch.stack(curve, -1)
 
 
 def by_layer(states):

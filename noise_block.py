@@ -530,7 +530,6 @@ def draw_gif(args, path):
 @torch.inference_mode()
 def demo(args):
     import json
-    import os
     import pathlib
 
     torch.set_num_threads(1)  # the tensors are small
@@ -568,7 +567,7 @@ def demo(args):
               "cluster_depths": [depths[k] for k in few], "laws": known, "runs": runs, "verdicts": verdicts}
     part = out / "noise.json.part"
     part.write_text(json.dumps(record, indent=1), encoding="utf-8")
-    os.replace(part, out / "noise.json")
+    part.replace(out / "noise.json")
     print(f"wrote noise.json, noise.png{', noise.gif' * args.gif} in {out}")
 
 

@@ -437,8 +437,7 @@ def measure(args, depths, few):
     import metrics
 
     x0 = unit(torch.randn(args.seeds, args.tokens, args.dim, generator=torch.Generator().manual_seed(args.seed)))
-    settings = [(common, beta) for common in ("h", "sqrt_h") for beta in (0.0, args.beta)]
-    for common, beta in settings:
+    for common, beta in [(common, beta) for common in ("h", "sqrt_h") for beta in (0.0, args.beta)]:
         for gamma, own_A in [(gamma, False) for gamma in args.gamma] + [(0.0, True)]:
             noise = TangentNoise(args.dim, args.h, gamma, common=common, shared="sequence", seed=args.seed)
             x = run(noise, x0[:4] if own_A else x0, depths, beta, own_A)
@@ -447,8 +446,7 @@ def measure(args, depths, few):
                       "aligned": (off_diagonal > 0.9).sum((-2, -1)) / (args.tokens * (args.tokens - 1)),
                       "entropy": metrics.cosine_entropy(x),
                       "clusters": metrics.cluster_count(x[few, :4], restarts=2, iters=10)[0].float()}
-            yield {"common": common, "beta": beta, "gamma": gamma, "own_A": own_A,
-                   "verdict": judge(curves["antipodal"]),
+            yield {"common": common, "beta": beta, "gamma": gamma, "own_A": own_A, "verdict": judge(curves["antipodal"]),
                    "stationary": None if beta or own_A else stationary_antipodal(args.dim, args.h, gamma, common),
                    **{key: {"mean": [round(u, 4) for u in v.mean(-1).tolist()],
                             "error": [round(u, 4) for u in (v.std(-1) / v.shape[-1] ** 0.5).tolist()]}

@@ -79,15 +79,14 @@ def parse():
     parser.add_argument("--prompt", default="\n", help="what the sample starts with (default: a line break)")
     parser.add_argument("--temperature", type=at_least_0, default=0.8, help="of the sample; 0 takes the likeliest "
                         "character (default: %(default)s)")
-    quick = "--quick" in sys.argv  # smaller defaults; what is given on the command line stays
-    if quick:
+    if "--quick" in sys.argv:  # smaller defaults; what is given on the command line stays
         parser.set_defaults(layers=3, dim=32, heads=2, batch=4, steps=20, seq=[32], sample=60, control_every=10)
     args = parser.parse_args()
     sweep = args.eta is not None
     args.arms = args.arms or (["standard", "consensus"] if sweep else ["standard", "consensus-qkv"])
     if sweep and ("standard" not in args.arms or len(set(args.arms)) != 2):
         raise UserError("--eta compares one controlled arm with standard: give --arms standard and one other")
-    args.eta = (args.eta or ((0.3, 3.0) if quick else SWEEP)) if sweep else None
+    args.eta = (args.eta or ((0.3, 3.0) if args.quick else SWEEP)) if sweep else None
     args.seq = args.seq or [128 if sweep else 256]
     args.steps = args.steps or (80 if sweep else 300)
     args.eval_every = args.eval_every or max(1, args.steps // 3)

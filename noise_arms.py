@@ -275,7 +275,7 @@ def draw(out, rows, table, label, metric, theory):
     figure, axes = harness.figure_axes(3)
     first = {row["arm"]: row for row in reversed(rows) if not row["diverged"]}
     styles = ("k-", "k--", "k:", "k-.", "C7-", "C7--", "C7:")
-    for (arm, row), style in zip(sorted(first.items(), key=lambda item: ARMS.index(item[0])), styles):
+    for (arm, row), style in zip([(arm, first[arm]) for arm in ARMS if arm in first], styles):
         flops = [row["flops_per_step"] * min(10 * (i + 1), row["steps"]) for i in range(len(row["loss_curve"]))]
         axes[0].plot(flops, row["loss_curve"], style, lw=1, label=arm)
         axes[1].plot(row["entropy_by_layer"], style, marker=".", label=arm)

@@ -195,12 +195,11 @@ def run_all(args, out, device, dtype, header, lr, make_model, batch, evaluate, e
 
 def finished(args, out):
     """Rows of the runs that are done, of all shards, and whether these are all."""
-    todo = points(args)
-    paths = [out / name_of(*point) / "row.json" for point in todo]
-    left = sum(not path.exists() for path in paths)
-    if left:
-        print(f"{len(todo) - left} of {len(todo)} runs are done; the verdicts come with the last one")
-    return [harness.read_json(path) for path in paths if path.exists()], not left
+    paths = [out / name_of(*point) / "row.json" for point in points(args)]
+    rows = [harness.read_json(path) for path in paths if path.exists()]
+    if len(rows) < len(paths):
+        print(f"{len(rows)} of {len(paths)} runs are done; the verdicts come with the last one")
+    return rows, len(rows) == len(paths)
 
 
 def hypothesis(rows, metric, unit_, robust):

@@ -118,13 +118,12 @@ def finite(value):
 
 # --------------------------------------------------------------------------------------------- the command line
 
-def number(kind, low=None, above=None, high=math.inf):
+def number(kind, low=-math.inf, above=-math.inf, high=math.inf):
     """An argparse type: a finite int or float, >= low or > above, and <= high."""
     def parse(text):
         value = kind(text)
-        below = (low is not None and value < low) or (above is not None and value <= above)
-        if not math.isfinite(float(text)) or below or value > high:
-            bound = (f">= {low}" if low is not None else f"> {above}") + f" and <= {high}" * (high < math.inf)
+        if not (math.isfinite(float(text)) and low <= value <= high and value > above):
+            bound = (f">= {low}" if low > -math.inf else f"> {above}") + f" and <= {high}" * (high < math.inf)
             raise argparse.ArgumentTypeError(f"must be a finite number {bound}, not {text}")
         return value
     parse.__name__ = kind.__name__

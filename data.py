@@ -204,7 +204,8 @@ def load_wikitext(data_dir=None):
         print(f"WARNING: training on {name}", file=sys.stderr)
     else:
         text = load_text("pydoc").text
-        name, train, valid = "pydoc", *(part.encode() for part in (text[:len(text) * 9 // 10], text[len(text) * 9 // 10:]))
+        cut = len(text) * 9 // 10
+        name, train, valid = "pydoc", text[:cut].encode(), text[cut:].encode()
         print("WARNING: training on pydoc instead, the prose of Python's own documentation", file=sys.stderr)
     return types.SimpleNamespace(name=name, train=train.decode(), valid=valid.decode(),
                                  sha256=hashlib.sha256(train + b"\0" + valid).hexdigest())

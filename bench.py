@@ -472,13 +472,17 @@ def compiled(bench):
         found = torch._dynamo.explain(module.to(bench.device))(hidden)
         bench.row("compile", f"graph breaks in {name}", 0, value=found.graph_break_count)
     backend = "aot_eager" if bench.quick else "inductor"
-    for arm in ("standard", "consensus-qkv"):
-        steps = {}
-        for name in ("eager", "compiled"):
-            model = character_model(bench, arm, layers, dim)
-            forward = torch.compile(model, backend=backend) if name == "compiled" else model
-            steps[name] = training_step(forward, inputs, targets, bench.device)
-        bench.row("compile", f"compiled over eager, {arm}", taken=in_turn(bench, steps)["compiled"])
+    steps = {}
+    for arm, name in itertools.product(("standard", "consensus-qkv"), ("eager", "compiled")):
+        model = character_model(bench, arm, layers, dim)
+        forward = torch.compile(model, backend=backend) if name == "compiled" else model
+        steps[f"{name} {arm}"] = training_step(forward, inputs, targets, bench.device)
+    taken = in_turn(bench, steps)
+    for one, other in (("compiled standard", "eager standard"), ("compiled consensus-qkv", "eager consensus-qkv"),
+                       ("eager consensus-qkv", "eager standard"), ("compiled consensus-qkv", "compiled standard"),
+                       ("compiled consensus-qkv", "eager standard")):
+        pairs = zip(taken[one]["all"], taken[other]["all"])
+        bench.row("compile", f"{one} over {other}", taken={**taken[one], **summary([a / b for a, b in pairs])})
     for arm in ("standard", "consensus-qkv"):
         steps = {}
         for dtype in (None, torch.bfloat16):

@@ -156,7 +156,7 @@ def run_all(args, out, device, dtype, header, lr, make_model, batch, evaluate, e
         flops[arm] = dict(flops_per_step=counted, flops_formula=formula_flops(model, args, arm, *inputs.shape[:2]))
     # equal FLOPs: an arm that costs more gets fewer steps
     least = min(each["flops_per_step"] for each in flops.values())
-    steps = {arm: args.steps if args.equal == "steps" else round(args.steps * least / each["flops_per_step"])
+    steps = {arm: args.steps if args.equal == "steps" else max(1, round(args.steps * least / each["flops_per_step"]))
              for arm, each in flops.items()}
     progress = harness.Progress(sum(steps[arm] for arm, *_ in mine))
     for arm, h, gamma, seed in mine:

@@ -437,7 +437,7 @@ def measure(args, depths, few):
     import metrics
 
     x0 = unit(torch.randn(args.seeds, args.tokens, args.dim, generator=torch.Generator().manual_seed(args.seed)))
-    for common, beta in [(common, beta) for common in ("h", "sqrt_h") for beta in (0.0, args.beta)]:
+    for common, beta in [(common, beta) for common in ("h", "sqrt_h") for beta in dict.fromkeys((0.0, args.beta))]:
         for gamma, own_A in [(gamma, False) for gamma in args.gamma] + [(0.0, True)]:
             noise = TangentNoise(args.dim, args.h, gamma, common=common, shared="sequence", seed=args.seed)
             x = run(noise, x0[:4] if own_A else x0, depths, beta, own_A)

@@ -470,6 +470,12 @@ def test_nothing_overflows_at_large_beta():
     for causal in (False, True):
         value, residual, _ = rc.lambda_max(x, 5000.0, causal)
         assert value.isfinite() and residual.isfinite() and 0 <= value <= 1
+    pairs = tokens(2000, 2, 64, dtype=torch.float32)  # A = I up to rounding, which must not make lambda_max negative
+    assert (rc.lambda_max(pairs, 16.0, causal=True)[0] >= 0).all()
+    attn = ConsensusAttention(64, beta=16.0, causal=True)
+    for pair in pairs[:500]:
+        attn.control(pair[None])
+    assert (attn.eta == 1).all()
 
 
 @pytest.mark.parametrize("beta, n", [(0.5, 64), (2.0, 64), (8.0, 64), (1.0, 128)])
@@ -562,6 +568,10 @@ def test_control_is_safe_where_lambda_max_is_not_near_1():
     attn = ConsensusAttention(16, eta=3.0, beta=2.0)
     attn.control(x.index_fill(1, torch.tensor([3]), torch.nan))  # loses nothing: 1 is safe for whatever tokens
     assert attn.lam[0] == 1 and torch.allclose(attn.eta, torch.tensor(1.8))
+    for causal in (False, True):
+        attn = ConsensusAttention(16, eta=3.0, beta=2.0, causal=causal)
+        attn.control(x[:0])  # no tokens, no limit: a rank may have none of the batch
+        assert attn.lam[0] == 0 and (attn.eta == 3.0).all()
 
 
 def test_control_every_acts_on_each_kth_training_forward():
@@ -659,7 +669,7 @@ def test_compile_without_graph_break_autocast_and_state_dict(arm):
 
 @pytest.mark.parametrize("bad", [dict(dim=9), dict(dim=12, heads=4), dict(dim=10, heads=3), dict(dim=8, eta=-1.0),
                                  dict(dim=8, eta=math.nan), dict(dim=8, beta=math.inf), dict(dim=8, beta=-0.1),
-                                 dict(dim=8, control_every=-3), dict(dim=8, control_every=2.5)])
+                                 dict(dim=8, safety=0.0), dict(dim=8, control_every=-3), dict(dim=8, control_every=2.5)])
 def test_bad_arguments_are_refused(bad):
     with pytest.raises(ValueError, match="must be"):
         ConsensusAttention(**bad)

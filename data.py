@@ -300,13 +300,14 @@ def load_cifar(data_dir=None):
                 with writing(found):  # all of them or none: half of them would be trained on as if they were all
                     os.replace(unpacked, found)
     batches = sorted(found.glob("data_batch_*.bin"))
-    if not (found / "test_batch.bin").exists():
+    test = found / "test_batch.bin"
+    if not test.exists():
         raise UserError(f"{found} has {len(batches)} training batches but no test_batch.bin: put it there")
     parts = [read_cifar(path) for path in batches]
     train = tuple(torch.cat(part) for part in zip(*parts))
     return types.SimpleNamespace(name=f"cifar-10, {len(batches)} of 5 training batches", train=train,
-                                 valid=read_cifar(found / "test_batch.bin"),
-                                 sha256=hashlib.sha256(b"".join(path.read_bytes() for path in batches)).hexdigest())
+                                 valid=read_cifar(test),
+                                 sha256=hashlib.sha256(b"".join(path.read_bytes() for path in (*batches, test))).hexdigest())
 
 
 def character_data(text, seq):

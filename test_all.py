@@ -1627,10 +1627,28 @@ def test_foreign_or_empty_config_is_kept(tmp_path, prose, capsys, content):
 
 # ------------------------------------------------------------------------------------------------ train_charlm.py
 
+# two tokens have one disagreement, which a step with A = [[1, 0], [a, 1 - a]] multiplies by 1 - eta a; a symmetric A is normal,
+# and three tokens in a row, A_ij = 1/i, are not: the largest growth is found by trying all directions of the plane
+def test_step_norm():
+    two = torch.tensor([[1.0, 0.0], [0.3, 0.7]], dtype=torch.float64)
+    assert abs(rc.step_norm(two, 2.5) - 0.25) < 1e-12 and abs(rc.step_norm(two, 8.0) - 1.4) < 1e-12
+    Q = torch.linalg.qr(torch.cat((torch.ones(5, 1, dtype=torch.float64), randn(5, 4)), 1))[0]
+    values = torch.tensor([1.0, 0.9, 0.5, 0.2, 0.1], dtype=torch.float64)
+    assert abs(rc.step_norm(Q * values @ Q.mT, 2 / 0.9) - 1) < 1e-12
+    three = torch.tensor([[1, 0, 0], [1 / 2, 1 / 2, 0], [1 / 3, 1 / 3, 1 / 3]], dtype=torch.float64)
+    angle = torch.linspace(0, math.pi, 10001, dtype=torch.float64)
+    plane = torch.tensor([[1.0, -1.0, 0.0], [1.0, 1.0, -2.0]], dtype=torch.float64) / torch.tensor([[2.0], [6.0]]).sqrt()
+    start = torch.stack((angle.cos(), angle.sin()), -1) @ plane
+    step = start - 3 * (start - start @ three.mT)  # eta_c = 3
+    growth = (step - step.mean(-1, keepdim=True)).norm(dim=-1).max()
+    assert growth > 1.05 and abs(rc.step_norm(three, 3.0) - growth) < 1e-6
+
+
 def test_rope_consensus_demo(tmp_path, capsys):
     run_main(rc.main, "--quick", "--out", tmp_path)
     found = json.loads((tmp_path / "results.json").read_text())
     assert abs(found["toy"][0]["rel_error"]) < 0.01 and found["toy"][1]["causal"]
+    assert abs(found["toy"][0]["growth"] - 1) < 0.01 and found["toy"][1]["growth"] > 1.4  # without a mask A is near normal
     assert all(row["worst_factor"] <= row["bound"] for row in found["contraction"])
     assert "1-e^(-2 beta)" in capsys.readouterr().out and (tmp_path / "threshold.png").stat().st_size < 150_000
     assert found["command"].endswith(f"--quick --out {tmp_path}") and not list(tmp_path.glob("*.tmp"))

@@ -18,7 +18,7 @@ What is not in the source note:
     eigenvalues lie in [0, 1]: lambda_max <= 1 and eta_c >= 2 ALWAYS. The clip never goes below 2 * 0.9 = 1.8.
   - Under a causal mask A is triangular and not reversible: Lanczos on the symmetrised matrix is wrong there. The
     eigenvalues are the diagonal, A_ii = exp(beta S_ii - logsumexp_j<=i beta S_ij): exact, and no iteration. A is also
-    non-normal, so the spectrum bounds long runs, not short ones.
+    non-normal, so the spectrum bounds long runs, not short ones: one step at eta_c enlarges some disagreement by half.
   - A_ii > 0, so lambda_max < 1 there too: eta <= 2 is stable whatever the tokens are. A clip above 2 * 0.9 holds for the
     tokens it was taken at alone: those that agree may have a larger lambda_max than these.
   - Under a causal mask row i has i + 1 tokens and the floor is exp(-2 beta)/(i + 1). Without a mask
@@ -463,9 +463,9 @@ def agreed(n, d=16, seed=0):
 
 
 def step_norm(A, eta):
-    """||P (I - eta (I - A)) P||_2, P = I - 1 1^T/n: the most that one step at consensus enlarges a disagreement. (n, n) -> ().
+    """||P (I - eta (I - A)) P||_2, P = I - 1 1^T/n: the most that one step at consensus enlarges a disagreement.
 
-    At eta_c the eigenvalues are at most 1 in modulus; so is this norm if A is normal, and above 1 if it is not."""
+    A: (n, n). At eta_c the eigenvalues are at most 1 in modulus; so is this norm if A is normal, and above 1 if it is not."""
     P = torch.eye(len(A), dtype=A.dtype, device=A.device) - 1 / len(A)
     return torch.linalg.matrix_norm(P @ (P - eta * (P - A @ P)), 2)
 
@@ -564,7 +564,7 @@ def main():
         refuse(error.strerror)
 
     toy = []
-    print("step size at which a small disagreement starts to grow (float64, d = 16), and the most it grows in one step at eta_c\n"
+    print("step size at which a small disagreement starts to grow (float64, d = 16); growth: the most in one step at eta_c\n"
           f"{'mask':>7} {'beta':>5} {'n':>4} {'steps':>5} {'eta_c':>8} {'measured':>8} {'difference':>10} {'growth':>8}")
     for causal, n, steps, some_betas in cases:
         for beta in some_betas:
@@ -574,7 +574,7 @@ def main():
                             growth=step_norm(attention_matrix(agreed(n), beta, causal), eta_c).item()))
             print(f"{'causal' if causal else 'none':>7} {beta:5g} {n:4d} {steps:5d} {eta_c:8.4f} {observed:8.4f} "
                   f"{toy[-1]['rel_error']:10.2%} {toy[-1]['growth']:8.4f}")
-    print("Under the causal mask A is far from normal: disagreement grows for a while below eta_c, so short runs cross early.")
+    print("Under the causal mask A is not normal: disagreement grows for a while below eta_c, so short runs cross early.")
 
     rows, curves = [], {}
     print("\ncontraction of the diameter by averaging, n = 64, d = 16: the worst factor of 20 steps, from 5 random starts\n"

@@ -17,6 +17,7 @@ import pathlib
 import sys
 import time
 import types
+import unittest.mock
 import urllib.error
 import urllib.request
 
@@ -225,7 +226,8 @@ def gpt2_encoding():
             if checksum(path.read_bytes(), "sha256") != expected:
                 raise UserError(f"{path} is not GPT-2's: remove it, or set TIKTOKEN_CACHE_DIR to another folder")
         from tiktoken.load import data_gym_to_mergeable_bpe_ranks
-        ranks = data_gym_to_mergeable_bpe_ranks(*map(str, files))
+        with unittest.mock.patch.dict(os.environ, TIKTOKEN_CACHE_DIR=""):  # else tiktoken leaves copies in the user's folder
+            ranks = data_gym_to_mergeable_bpe_ranks(*map(str, files))
         return tiktoken.Encoding("gpt2", pat_str=tiktoken_ext.openai_public.r50k_pat_str, mergeable_ranks=ranks,
                                  special_tokens={"<|endoftext|>": 50256})
     try:

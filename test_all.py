@@ -2098,6 +2098,7 @@ def test_case_19_tokens_over_the_union_and_special_text(monkeypatch, tmp_path):
 def test_case_17_gpt2_files_under_their_human_names(monkeypatch, tmp_path):
     # a tiny byte-pair table in the layout of vocab.bpe and encoder.json; tiktoken alone would look for sha1 names
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")
     printable = [chr(b) for b in (*range(33, 127), *range(161, 173), *range(174, 256))]
     others = [chr(256 + k) for k in range(256 - len(printable))]
     vocabulary = [*printable, *others, "ab"]
@@ -2109,6 +2110,7 @@ def test_case_17_gpt2_files_under_their_human_names(monkeypatch, tmp_path):
         data.gpt2_encoding()
     monkeypatch.setattr(data, "GPT2", {name: data.checksum((tmp_path / name).read_bytes(), "sha256") for name in data.GPT2})
     encoding = data.gpt2_encoding()
+    assert {path.name for path in tmp_path.iterdir()} == {"vocab.bpe", "encoder.json"}  # no copies in the user's folder
     assert encoding.name == "gpt2" and encoding.encode("abab c") == [256, 256, encoding.encode(" ")[0], encoding.encode("c")[0]]
 
 

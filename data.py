@@ -185,6 +185,15 @@ def load_text(dataset, data_dir=None):
     return types.SimpleNamespace(name=dataset, text=text, notes=notes, sha256=hashlib.sha256(data).hexdigest())
 
 
+def load_parts(dataset, data_dir=None):
+    """A text of load_text, its last tenth for evaluation: .name, .train, .valid (str each), .sha256. wikitext-2 has parts."""
+    if dataset == "wikitext-2":
+        return load_wikitext(data_dir)
+    text = load_text(dataset, data_dir)
+    cut = len(text.text) * 9 // 10
+    return types.SimpleNamespace(name=text.name, train=text.text[:cut], valid=text.text[cut:], sha256=text.sha256)
+
+
 def load_wikitext(data_dir=None):
     """WikiText-2 as .name, .train, .valid (str each), .sha256. Where train.txt is not to be had, the model is trained on
     valid.txt and evaluated on test.txt, loudly and under a name of its own; with train.txt, evaluated on valid.txt."""
@@ -204,10 +213,8 @@ def load_wikitext(data_dir=None):
         name, train, valid = "wikitext-2, valid.txt for training and test.txt for evaluation", parts["valid"], parts["test"]
         print(f"WARNING: training on {name}", file=sys.stderr)
     else:
-        text = load_text("pydoc").text
-        cut = len(text) * 9 // 10
-        name, train, valid = "pydoc", text[:cut].encode(), text[cut:].encode()
         print("WARNING: training on pydoc instead, the prose of Python's own documentation", file=sys.stderr)
+        return load_parts("pydoc")
     return types.SimpleNamespace(name=name, train=train.decode(), valid=valid.decode(),
                                  sha256=hashlib.sha256(train + b"\0" + valid).hexdigest())
 
@@ -239,7 +246,7 @@ def gpt2_encoding():
 
 
 def token_data(text, encoding, seq, blocks=None):
-    """Token ids of load_wikitext's parts over the union of the tokens that occur: .train, .valid (1-D int32), .vocab.
+    """Token ids of load_parts' parts over the union of the tokens that occur: .train, .valid (1-D int32), .vocab.
 
     .valid is cut to the `blocks` blocks of seq tokens that are evaluated, and one more token; .scored, .words, .bytes count
     what is scored in it, all tokens but the first: tokens, words (split at white space) and line ends, bytes.
@@ -254,7 +261,7 @@ def token_data(text, encoding, seq, blocks=None):
     kept = seq * min(blocks or len(ids[1]), (len(ids[1]) - 1) // seq) + 1
     scored = encoding.decode_bytes(ids[1][1:kept].tolist())
     return types.SimpleNamespace(train=dense[:len(ids[0])], valid=dense[len(ids[0]):][:kept], vocab=len(vocabulary),
-                                 scored=kept - 1, words=len(scored.split()) + scored.count(b"\n"), bytes=len(scored))
+                                 scored=kept - 1, words=len(scored.split()) + scored.count(b"\n") or 1, bytes=len(scored))
 
 
 CIFAR = ("cifar-10-binary.tar.gz", "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz", "md5",

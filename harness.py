@@ -176,9 +176,9 @@ def add_common(parser, **defaults):
         ("--layers", count, None, "layers"),
         ("--dim", count, None, "width d"),
         ("--heads", count, None, "heads"),
-        ("--eval-every", count, None, "steps between evaluations on part of the validation set"),
+        ("--eval-every", count, None, "steps between evaluations on part of the validation set (default: 3 or 4 a run)"),
         ("--data-dir", folder, os.environ.get("NANOSPHERE_DATA") or None,
-         "folder to look for data in before the cache and the download"),
+         "folder to look for data in before the cache and the download; $NANOSPHERE_DATA names it too"),
         ("--out", folder, None, "folder for the results (default: a new one below runs/)"),
         ("--threads", number(int, low=1, high=1024), None, "CPU threads (default: all cores)"),
     ]

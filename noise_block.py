@@ -26,6 +26,7 @@ What follows, c = x_i^T x_j, without drift and for small steps ((d - 1) a^2 << 1
     h, gamma   h, gamma    depth step, forcing amplitude
 
 Source: the note "Tangent Brownian symmetry breaking". On the shared noise alone: arXiv 2603.06187.
+Attention alone: two antipodal tokens attract with positive probability iff d - 2 < cosh 2 beta, arXiv 2601.21942.
 One file that needs torch alone: copy it. (Only the demo below also reads metrics.py.)
 
     from noise_block import TangentNoise, attach
@@ -434,8 +435,10 @@ def judge(curve):
 
 def measure(args, depths, few):
     """One record a run: both scalings, without and with attention, every gamma, and as a control one A a token."""
-    import metrics
-
+    try:
+        import metrics
+    except ImportError:
+        raise OSError("the demo also needs metrics.py: put it beside this file") from None
     x0 = unit(torch.randn(args.seeds, args.tokens, args.dim, generator=torch.Generator().manual_seed(args.seed)))
     for common, beta in [(common, beta) for common in ("h", "sqrt_h") for beta in dict.fromkeys((0.0, args.beta))]:
         for gamma, own_A in [(gamma, False) for gamma in args.gamma] + [(0.0, True)]:

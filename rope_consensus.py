@@ -21,6 +21,8 @@ What is not in the source note:
     non-normal, so the spectrum bounds long runs, not short ones: one step at eta_c enlarges some disagreement by half.
   - A_ii > 0, so lambda_max < 1 there too: eta <= 2 is stable whatever the tokens are. A clip above 2 * 0.9 holds for the
     tokens it was taken at alone: those that agree may have a larger lambda_max than these.
+  - For eta <= 1 a step gives each token a sum of the tokens with weights >= 0, (1 - eta x_i^T m_i) x_i + eta sum_j A_ij x_j,
+    which can't enlarge an angular diameter below pi/2, with either mask.
   - Under a causal mask row i has i + 1 tokens and the floor is exp(-2 beta)/(i + 1). Without a mask
     diam(A x) <= (1 - exp(-2 beta)) diam(x); with one only the first token is seen by all: 1 - exp(-2 beta)/n.
 

@@ -2060,6 +2060,16 @@ def test_wikitext_end_to_end(tmp_path, monkeypatch, capsys):
         assert "ppl" not in line or "ppl/token at 32" in line and "ppl/word at 32" in line
 
 
+def test_wikitext_trainer_on_a_text_of_the_users(tmp_path, capsys):
+    rng = random.Random(0)
+    (tmp_path / "own.txt").write_text("".join(rng.choices("abcdef", k=4000)))  # no white space: one word, endless perplexity
+    run_main(train_wikitext.main, "--quick", "--steps", "1", "--arms", "prenorm", "--dataset", tmp_path / "own.txt",
+             "--out", tmp_path / "out")
+    row, = json.loads((tmp_path / "out/summary.json").read_text())["runs"]
+    assert row["ppl_word"] is None and row["ppl_token"] > 1 and "own.txt" in capsys.readouterr().out
+    refused(capsys, train_wikitext.main, ["--dataset", tmp_path / "none.txt"], "no such file", "wikitext-2")
+
+
 def test_wikitext_files_and_their_fallback(server, tmp_path, monkeypatch, capsys):
     parts = {name: f"{name} of = wiki = <unk> <|endoftext|> text {i}\n".encode() * 50
              for i, name in enumerate(("train", "valid", "test"))}
@@ -2179,6 +2189,17 @@ def test_growth_of_a_disagreement_at_consensus(eta):
     modes = torch.linalg.eigvals(attention_matrix(x, 2.0)).real.sort().values[:-1]  # but the consensus
     found = train_charlm.disagreement_growth(lambda z: attn(z, eager=True), x, heads=1)
     assert math.isclose(found, (1 - eta * (1 - modes)).abs().max().item(), rel_tol=0.01)
+
+
+# cos of two sums with weights a, b >= 0 of tokens with cosines >= c >= 0: u^T v >= c (sum a)(sum b) >= c ||u|| ||v||
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("beta", [0.5, 8.0])
+def test_no_step_up_to_1_enlarges_a_diameter_below_a_right_angle(beta, causal):
+    x = unit(randn(50, 24, 8).abs())
+    before = metrics.angular_diameter(x)
+    assert (before > 1).all() and (before < math.pi / 2).all()
+    for eta in (0.3, 1.0):
+        assert (metrics.angular_diameter(consensus_step(x, eta, beta, causal)) <= before + 1e-12).all()
 
 
 def test_transients_are_not_growth():

@@ -62,7 +62,8 @@ def parse():
     parser.add_argument("--seq", nargs="+", type=harness.number(int, low=1), metavar="SEQ",
                         help="sequence lengths, one after the other (default: 256; with --eta 128)")
     parser.add_argument("--eta", nargs="*", type=at_least_0, metavar="ETA", help="sweep the attention step size over "
-                        f"these values, and measure the threshold (no value: {' '.join(map(str, SWEEP))})")
+                        f"these values, and measure the threshold (no value: {' '.join(map(str, SWEEP))}); "
+                        "then --steps is 80 and --seq 128 by default, else they are 300 and 256")
     parser.add_argument("--eta-start", type=at_least_0, metavar="ETA",
                         help="first step size of attention and MLP, learned from there (default: the arm's own)")
     parser.add_argument("--beta", type=at_least_0, default=6.0, help="inverse temperature (default: %(default)s)")

@@ -14,6 +14,7 @@ Source: the note "Tangent Brownian symmetry breaking", section 4.
     $ python train_wikitext.py                # seven arms, one seed: about 15 minutes on two CPU cores
     $ python train_wikitext.py --seeds 3      # with spread and a verdict
     $ python train_wikitext.py --sweep        # gamma and h: hours; --out F --resume goes on, --shard i/N splits it
+    $ python train_wikitext.py --dataset FILE # a text of your own
     $ python train_wikitext.py --quick        # a minute, to see that all of it works
 """
 import math
@@ -24,7 +25,7 @@ import torch
 import harness
 import metrics
 import noise_arms
-from data import gpt2_encoding, load_wikitext, tiles, token_data, windows
+from data import gpt2_encoding, load_parts, tiles, token_data, windows
 from model import Transformer
 
 BLOCKS = 400  # of the evaluation text: all of it would take longer than the training
@@ -34,6 +35,8 @@ LR = {"standard": 1e-2, "sphere": 1e-2}  # the best of 3e-3, 1e-2, 2e-2 for each
 def parse():
     parser = harness.Parser("6-layer WikiText-2 model: tangent noise against dropout and isotropic noise.")
     harness.add_common(parser, layers=6, dim=128, heads=4, batch=8, steps=300)
+    parser.add_argument("--dataset", default="wikitext-2", help="wikitext-2, or shakespeare, ptb, pydoc or a UTF-8 text "
+                        "file, whose last tenth is evaluated (default: %(default)s)")
     parser.add_argument("--seq", type=harness.number(int, low=1), default=64, help="sequence length (default: %(default)s)")
     noise_arms.add_options(parser)
     if "--quick" in sys.argv:
@@ -49,7 +52,7 @@ def main():
     device, dtype, line = harness.pick_device(args.device, args.dtype, args.threads, args.batch)
     print(line)
     with harness.rank_0_first():
-        text = load_wikitext(args.data_dir)
+        text = load_parts(args.dataset, args.data_dir)
         encoding = gpt2_encoding()
     data = token_data(text, encoding, args.seq, BLOCKS)
     print(f"data: {text.name}; {encoding.name} tokens, {len(data.train)} to train on, {data.scored} to evaluate, "
@@ -71,7 +74,7 @@ def main():
         nats = loss_of(model, BLOCKS)
         return noise_arms.embedding_robustness(model, *held_out) | {
             "val_loss": nats, "ppl_token": math.exp(nats), "context": args.seq,
-            "ppl_word": math.exp(nats * data.scored / data.words),
+            "ppl_word": torch.tensor(nats * data.scored / data.words).double().exp().item(),  # inf: hardly any white space
             "bits_per_byte": metrics.bits_per_byte(nats, data.scored, data.bytes)}
 
     columns = {"val_loss": ("nats/token", ".4f"), "ppl_token": (f"ppl/token at {args.seq}", ".1f"),

@@ -187,6 +187,9 @@ def run_all(args, out, device, dtype, header, lr, make_model, batch, evaluate, e
                 a, g = step_sizes(h, gamma, args.common)
                 part = {"shared": a * a, "independent": g * g}.get(arm, a * a + g * g)
                 row["budget"], row["turned"] = (args.dim - 1) * part, turned(model, embed(model))
+                model.train()
+                row["noise_on"] = metrics.by_layer(model.states(embed(model)))  # the other *_by_layer are without it
+                model.eval()
             curve = [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
             row["loss_curve"] = [sum(part) / len(part) for part in (curve[i:i + 10] for i in range(0, len(curve), 10))]
         harness.write_json(folder / "row.json", row)

@@ -2056,6 +2056,11 @@ def test_wikitext_end_to_end(tmp_path, monkeypatch, capsys):
     for row in summary["runs"]:
         assert math.isclose(row["ppl_token"], math.exp(row["val_loss"])) and row["context"] == 32
         assert row["ppl_word"] > row["ppl_token"] and row["sign_0.1"] > 0
+        if row["arm"] == "tangent":  # the same tokens, the same layers, but for the noise
+            quiet, noisy = row["entropy_by_layer"], row["noise_on"]["entropy_by_layer"]
+            assert noisy[0] == quiet[0] and len(noisy) == 3 and all(a != b for a, b in zip(noisy[1:], quiet[1:]))
+        else:
+            assert "noise_on" not in row
     for line in output.out.splitlines():  # no perplexity without its unit and context
         assert "ppl" not in line or "ppl/token at 32" in line and "ppl/word at 32" in line
 

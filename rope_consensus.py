@@ -467,7 +467,7 @@ def agreed(n, d=16, seed=0):
 def step_norm(A, eta):
     """||P (I - eta (I - A)) P||_2, P = I - 1 1^T/n: the most that one step at consensus enlarges a disagreement.
 
-    A: (n, n). At eta_c the eigenvalues are at most 1 in modulus; so is this norm if A is normal, and above 1 if it is not."""
+    A: (n, n). At eta_c the eigenvalues are at most 1 in modulus, and so is this norm if A is normal; else it may be above."""
     P = torch.eye(len(A), dtype=A.dtype, device=A.device) - 1 / len(A)
     return torch.linalg.matrix_norm(P @ (P - eta * (P - A @ P)), 2)
 

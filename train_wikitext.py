@@ -74,7 +74,8 @@ def main():
         nats = loss_of(model, BLOCKS)
         return noise_arms.embedding_robustness(model, *held_out) | {
             "val_loss": nats, "ppl_token": math.exp(nats), "context": args.seq,
-            "ppl_word": torch.tensor(nats * data.scored / data.words).double().exp().item(),  # inf: hardly any white space
+            # inf where there is hardly any white space
+            "ppl_word": torch.tensor(nats * data.scored / data.words, dtype=torch.float64).exp().item(),
             "bits_per_byte": metrics.bits_per_byte(nats, data.scored, data.bytes)}
 
     columns = {"val_loss": ("nats/token", ".4f"), "ppl_token": (f"ppl/token at {args.seq}", ".1f"),

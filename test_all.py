@@ -41,6 +41,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from scipy import linalg, stats
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import bench
@@ -2229,6 +2231,134 @@ def test_time_left_counts_only_what_took_time(monkeypatch, capsys):
     clock[0] = 20.0
     progress.advance("b", 10)
     assert "60/100 steps, 1.3 min left" in capsys.readouterr().out  # 2 seconds a step
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor on the device `elsewhere`, with its data in a CPU tensor: an operation that mixes it with CPU tensors raises as
+    on a GPU. So a machine without one finds what was left on the CPU."""
+
+    @staticmethod
+    def __new__(cls, held):
+        return cls._make_wrapper_subclass(cls, held.size(), strides=held.stride(), storage_offset=held.storage_offset(),
+                                          dtype=held.dtype, device="elsewhere:0")
+
+    def __init__(self, held):
+        self.held = held
+
+    def __reduce_ex__(self, protocol):  # a checkpoint, which is always loaded to the CPU first
+        return self.held.__reduce_ex__(protocol)
+
+    def numpy(self):
+        raise TypeError("elsewhere:0 has no NumPy; copy it to the CPU first")
+
+    def tolist(self):
+        return self.held.tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), options=None):
+        return there(function, args, options or {})
+
+
+class Factories(TorchDispatchMode):
+    """torch.randn(..., device="elsewhere") and the like."""
+
+    def __torch_dispatch__(self, function, types, args=(), options=None):
+        return there(function, args, options or {})
+
+
+def there(function, args, options):
+    tensors = [value for value in tree_leaves((args, options)) if isinstance(value, torch.Tensor)]
+    inside, device = any(isinstance(t, Elsewhere) for t in tensors), options.get("device")
+    if device is not None:
+        options = {**options, "device": "cpu"}
+        inside = torch.device(device).type == "elsewhere"
+    elif inside and function._schema.name not in ("aten::copy_", "aten::index"):  # these two may mix, on a GPU too
+        assert all(isinstance(t, Elsewhere) or t.dim() == 0 for t in tensors), f"{function} mixes devices"
+    held = tree_map_only(Elsewhere, lambda t: t.held, (args, options))
+    found = function(*held[0], **held[1])
+    if inside:
+        found = tree_map_only(torch.Tensor, Elsewhere, found)
+    return return_and_correct_aliasing(function, args, options, found) if inside and device is None else found
+
+
+def move_elsewhere(then, *args):
+    """In a child: there is such a device, and --device auto is it; then(*args)."""
+    torch.utils.backend_registration._setup_privateuseone_for_python_backend("elsewhere")
+    torch.elsewhere.get_amp_supported_dtype = list
+    device, tensor, as_tensor = torch.device("elsewhere", 0), torch.tensor, torch.as_tensor
+
+    class Generator(torch.Generator):
+        def __new__(cls, device="cpu"):
+            made = super().__new__(cls)
+            made.where = torch.device(device)
+            return made
+        device = property(lambda self: self.where)
+
+    def drawn(make):
+        def call(*args, generator=None, device="cpu", **options):
+            assert generator is None or generator.device.type == torch.device(device).type, "a generator of another device"
+            return make(*args, generator=generator, device=device, **options)
+        return call
+
+    def placed(make):  # these two build a CPU tensor and copy it, below where Factories looks
+        return lambda value, *, device=None, **options: make(value, **options).to(device or getattr(value, "device", "cpu"))
+    torch.Generator, torch.tensor, torch.as_tensor = Generator, placed(tensor), placed(as_tensor)
+    torch.rand, torch.randn, torch.randint = drawn(torch.rand), drawn(torch.randn), drawn(torch.randint)
+    torch.accelerator.synchronize = lambda *_: None
+    harness.pick_device = lambda *_: (device, None, "elsewhere")
+    Factories().__enter__()
+    then(*args)
+
+
+def compare_elsewhere():
+    """The blocks and the metrics give there what they give on the CPU."""
+    x = randn(2, 12, 8, dtype=torch.float32)
+    modules = [ConsensusAttention(8, 2, eta=3.0, beta=2.0, control_every=1),
+               ConsensusAttention(8, 2, eta=3.0, beta=2.0, control_every=1, causal=True, value=True, qk=True),
+               TangentNoise(8, 0.1, 0.2), TangentNoise(8, 0.1, 0.2, rank=2, shared="sequence"), IsotropicNoise(8, 0.1)]
+    functions = [
+        *(lambda x, module=module: copy.deepcopy(module).to(x.device)(x) for module in modules),  # a copy draws from the start
+        lambda x: rc.eta_critical(unit(x), 2.0), lambda x: rc.eta_critical(unit(x), 2.0, causal=True),
+        lambda x: tangent_noise_step(unit(x), 0.1, 0.2, generator=torch.Generator(x.device).manual_seed(0)),
+        metrics.angular_diameter, metrics.antipolar_fraction, metrics.cosine_entropy, metrics.effective_rank,
+        lambda x: metrics.spherical_kmeans(x, 3)[2]]
+    for function in functions:
+        here, away = function(x), function(x.to("elsewhere"))
+        assert isinstance(away, Elsewhere) and torch.allclose(away.cpu(), here, atol=1e-5), function
+    for module in modules[:2]:
+        grads = []
+        for device in ("cpu", "elsewhere"):
+            module = copy.deepcopy(module).to(device)
+            module(x.to(device)).square()[..., 0].sum().backward()
+            grads.append(module.eta.grad.cpu())
+        assert torch.allclose(*grads, atol=1e-5) and grads[0].abs().max() > 0
+
+
+needs_device = pytest.mark.skipif(not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"),
+                                  reason="this torch can't make up a device")
+
+
+@needs_device
+def test_blocks_on_another_device(tmp_path, children):
+    (tmp_path / "nothing.py").touch()
+    done = children(tmp_path / "run", tmp_path / "nothing.py", before=(move_elsewhere, compare_elsewhere))
+    assert done.returncode == 0, done.stderr
+
+
+@needs_device
+@pytest.mark.parametrize("name", ["charlm", "cifar", pytest.param("wikitext", marks=pytest.mark.slow),
+                                  pytest.param("eta", marks=pytest.mark.slow)])
+def test_trainers_on_another_device(tmp_path, children, runs, name):
+    """All that a trainer does, from the first batch to its table, is done on the device that it picked: same numbers there."""
+    run = runs(name)
+    done = children(tmp_path / "run", *run.argv(tmp_path / "run"), before=(move_elsewhere, prepare, run.folder))
+    assert done.returncode == 0 and done.stdout.startswith("elsewhere"), done.stderr
+    ours, theirs = (json.loads((folder / "out/summary.json").read_text()) for folder in (tmp_path / "run", run.whole))
+    rows = "sweep" if name == "eta" else "runs"
+    assert len(ours[rows]) == len(theirs[rows]) > 1
+    for ours, theirs in zip(ours[rows], theirs[rows]):
+        assert ours["val_loss"] == pytest.approx(theirs["val_loss"], rel=1e-4)
+        assert ours["grad_norm_mean"] == pytest.approx(theirs["grad_norm_mean"], rel=1e-3)
 
 
 def test_no_git_and_odd_devices(monkeypatch, tmp_path):

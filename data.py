@@ -144,11 +144,15 @@ def find_file(name, url, algorithm, expected, data_dir):
     return path
 
 
+PYDOC = "WARNING: training on pydoc instead, the prose of Python's own documentation"
+
+
 def load_text(dataset, data_dir=None):
     """A text by name (shakespeare, ptb, pydoc) or path (UTF-8): .name, .text (str), .notes (what is unusual in it).
 
     Text is kept as its bytes are: no newline is translated, no BOM is dropped, no character is replaced. With no network
-    and no data, a named text falls back, loudly and under its own name, to pydoc, the English prose in every CPython.
+    and no data, a named text falls back, loudly and under its own name, to pydoc, the English prose in every CPython; but
+    not where a data_dir was named: UserError.
     """
     if dataset in SOURCES:
         try:
@@ -156,8 +160,7 @@ def load_text(dataset, data_dir=None):
         except UserError as error:
             if data_dir is not None:
                 raise
-            print(f"WARNING: {error}\nWARNING: training on pydoc instead, the prose of Python's own documentation",
-                  file=sys.stderr)
+            print(f"WARNING: {error}\n{PYDOC}", file=sys.stderr)
             dataset = "pydoc"
     if dataset == "pydoc":
         import pydoc_data.topics
@@ -196,7 +199,8 @@ def load_parts(dataset, data_dir=None):
 
 def load_wikitext(data_dir=None):
     """WikiText-2 as .name, .train, .valid (str each), .sha256. Where train.txt is not to be had, the model is trained on
-    valid.txt and evaluated on test.txt, loudly and under a name of its own; with train.txt, evaluated on valid.txt."""
+    valid.txt and evaluated on test.txt, loudly and under a name of its own; with train.txt, evaluated on valid.txt. With
+    neither, as load_text."""
     parts = {}
     for source in SOURCES["wikitext-2"]:
         if "train" in parts and "valid" in parts:
@@ -205,15 +209,18 @@ def load_wikitext(data_dir=None):
             parts[source[0].removesuffix(".txt")] = find_file(*source, data_dir).read_bytes()
         except WrongFile:
             raise
-        except UserError as error:
+        except UserError as missing:
+            error = missing
             print(f"WARNING: {error}", file=sys.stderr)
     if "train" in parts and "valid" in parts:
         name, train, valid = "wikitext-2", parts["train"], parts["valid"]
     elif "valid" in parts and "test" in parts:
         name, train, valid = "wikitext-2, valid.txt for training and test.txt for evaluation", parts["valid"], parts["test"]
         print(f"WARNING: training on {name}", file=sys.stderr)
+    elif data_dir is not None:
+        raise error
     else:
-        print("WARNING: training on pydoc instead, the prose of Python's own documentation", file=sys.stderr)
+        print(PYDOC, file=sys.stderr)
         return load_parts("pydoc")
     return types.SimpleNamespace(name=name, train=train.decode(), valid=valid.decode(),
                                  sha256=hashlib.sha256(train + b"\0" + valid).hexdigest())

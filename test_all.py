@@ -2051,6 +2051,7 @@ def test_wikitext_end_to_end(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("NANOSPHERE_DATA", raising=False)  # neither data nor network: the fallback
     monkeypatch.setattr(data, "CACHE", tmp_path / "cache")
     monkeypatch.setattr(data, "download", lambda url, *_, **__: (_ for _ in ()).throw(harness.UserError("no network")))
+    refused(capsys, train_wikitext.main, ["--quick", "--data-dir", tmp_path, "--out", tmp_path / "out"], "no network")
     run_main(train_wikitext.main, "--quick", "--steps", "3", "--out", tmp_path / "out", "--arms", "prenorm", "tangent")
     output = capsys.readouterr()
     assert "pydoc" in output.out and "WARNING" in output.err

@@ -1685,13 +1685,13 @@ def test_charlm_eta_sweep_end_to_end(tmp_path, prose, control):
     assert all(abs(t["rel_error"]) < 0.01 for t in summary["toy"])
     low, high = summary["sweep"]
     for key in ("eta", "eta_over_eta_c", "val_loss", "diverged", "lambda_max", "eta_used", "diameter_by_layer",
-                "local_multiplier", "grad_norm_mean"):
+                "multiplier", "grad_norm_mean"):
         assert key in low
     assert low["eta_used"] == pytest.approx(0.3) and not low["control_acted"] and not low["diverged"]
     assert high["control_acted"] == control
     assert high["eta_used"] == pytest.approx(6.0) if not control else high["eta_used"] < 6
     if not control:
-        assert high["diverged"] and high["local_multiplier"] > 1
+        assert high["diverged"] and high["multiplier"] > 1
     assert len(summary["verdicts"]) == (4 if control else 5) and (tmp_path / "out/sweep.png").exists()
 
 
@@ -2176,7 +2176,7 @@ def test_control_draws_no_noise_and_sees_whole_states():
 
 def test_boundary_of_the_sweep():
     def verdict(*points, criterion="multiplier"):
-        rows = [{"eta_over_eta_c": ratio, "local_multiplier": 1.0, "diverged_by": criterion * bad} for ratio, bad in points]
+        rows = [{"eta_over_eta_c": ratio, "multiplier": 1.0, "diverged_by": criterion * bad} for ratio, bad in points]
         return train_charlm.boundary(rows, criterion, 24)["verdict"]
     assert verdict((0.5, False), (0.9, False), (1.1, True)) == "holds" == verdict((0.0, False), (0.9, False), (1.1, True))
     assert verdict((0.5, False), (0.7, True)) == verdict((0.9, False), (1.3, False), (1.5, True)) == "does not hold"
@@ -2184,8 +2184,8 @@ def test_boundary_of_the_sweep():
     assert verdict((0.1, False)) == "not decided" == verdict((0.7, False), (1.1, True))
     assert verdict((0.9, False), (1.1, True), (1.5, False), (2, True)) == "not decided"  # they alternate
     lost = {"diverged_by": "loss"}  # a loss that is not finite leaves no state to take a multiplier or eta_c at
-    rows = [{"eta_over_eta_c": 0.9, "local_multiplier": 0.9, "diverged_by": ""},
-            {"eta_over_eta_c": 1.1, "local_multiplier": 1.1, "diverged_by": "multiplier loss"}, lost]
+    rows = [{"eta_over_eta_c": 0.9, "multiplier": 0.9, "diverged_by": ""},
+            {"eta_over_eta_c": 1.1, "multiplier": 1.1, "diverged_by": "multiplier loss"}, lost]
     assert [train_charlm.boundary(rows, criterion, 24)["verdict"] for criterion in ("multiplier", "loss")] == ["holds"] * 2
 
 

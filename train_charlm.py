@@ -231,7 +231,7 @@ def run(args, data, out, progress, device, dtype, arm, seq, seed, eta=None):
         row.update(measure(model, ids, targets))
         if eta is not None:
             row["consensus"] = at_consensus(model, ids)
-            row["local_multiplier"] = max(layer["multiplier"] for layer in row["consensus"])
+            row["multiplier"] = max(layer["multiplier"] for layer in row["consensus"])
             largest = max(layer["lambda_max"] for layer in row["consensus"])
             row["eta_c"] = 2 / largest if largest else math.inf  # one token, or A = I
             row["eta_over_eta_c"] = eta / row["eta_c"]
@@ -298,7 +298,7 @@ def boundary(rows, criterion, layers):
     smallest divergent eta/eta_c. holds: both lie in 0.8 to 1.2; does not hold: the boundary lies outside, above the
     largest eta where nothing divergent lies up to 1.2; otherwise, as where stable and divergent points alternate, not decided.
     Runs without a state left to take eta_c at lie beyond any boundary by loss, and nowhere by multiplier."""
-    rows = [row for row in rows if criterion == "loss" or "local_multiplier" in row]
+    rows = [row for row in rows if criterion == "loss" or "multiplier" in row]
     ratio = lambda row: row.get("eta_over_eta_c", math.inf)
     stable = max((ratio(row) for row in rows if criterion not in row["diverged_by"]), default=0.0)
     divergent = min((ratio(row) for row in rows if criterion in row["diverged_by"]), default=math.inf)
@@ -341,12 +341,12 @@ def sweep(args, data, out, device, dtype):
     for row in rows:
         # on the same part of the validation text, which all of it is not; 1 itself is a mode that stands still, up to rounding
         by = [name for name, hit in (("loss", row["diverged"] or not row["curve"][-1] <= row["curve"][0]),
-                                     ("multiplier", row.get("local_multiplier", 0) > 1 + 1e-9)) if hit]
+                                     ("multiplier", row.get("multiplier", 0) > 1 + 1e-9)) if hit]
         row["diverged"], row["diverged_by"] = bool(by), " ".join(by)
         row["control_acted"] = row.get("eta_used", row["eta"]) < row["eta"] * (1 - 1e-6)
     print(harness.table([standard, *rows], {
         "arm": ("arm", ""), "eta": ("eta", "g"), "eta_over_eta_c": ("eta/eta_c", ".3f"), "eta_used": ("used", ".3f"),
-        "lambda_max": ("lambda_max", ".4f"), "local_multiplier": ("multiplier", ".3f"), "val_loss": ("val loss", ".4f"),
+        "lambda_max": ("lambda_max", ".4f"), "multiplier": ("multiplier", ".3f"), "val_loss": ("val loss", ".4f"),
         "diameter_last": ("D last", ".3f"), "grad_norm_mean": ("|grad|", ".3f"), "diverged_by": ("diverged by", "")}))
 
     worst = max(abs(t["rel_error"]) for t in toy)
@@ -371,7 +371,7 @@ def sweep(args, data, out, device, dtype):
                          "verdict": "does not hold" if grown else "holds"})
     figure, axes = harness.figure_axes(3)
     ratio = [row.get("eta_over_eta_c") for row in rows]
-    for axis, key, label in zip(axes, ("val_loss", "diameter_last", "local_multiplier"),
+    for axis, key, label in zip(axes, ("val_loss", "diameter_last", "multiplier"),
                                 ("validation loss (nats per character)", "D after the last layer (radians)",
                                  "multiplier at consensus")):
         axis.plot(ratio, [row.get(key) for row in rows], "ko-", mfc="none", label=arm)

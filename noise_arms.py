@@ -209,18 +209,19 @@ def hypothesis(rows, metric, unit_, robust):
     """The note's claim, tangent against isotropic at the same budget, paired by seed: "reduced representation degeneracy and
     either improved validation performance or more stable loss curves". Its three parts, and the whole: it holds if the
     first and one of the others do, does not hold if the first or both others do not, else it is not decided."""
-    def pair(arm, key, sign=1):
-        return [None if row.get(key) is None else sign * row[key] for row in rows if row["arm"] == arm]
+    def against(rival, claim, key, sign=1):
+        ours, theirs = ([None if row.get(key) is None else sign * row[key] for row in rows if row["arm"] == arm]
+                        for arm in ("tangent", rival))
+        return metrics.paired_verdict(f"tangent {claim}", ours, theirs)
     arms = {row["arm"] for row in rows}
-    found = [metrics.paired_verdict(f"tangent has a lower {metric} than {rival}, {unit_}", pair("tangent", metric),
-                                    pair(rival, metric))
+    found = [against(rival, f"has a lower {metric} than {rival}, {unit_}", metric)
              for rival in ("isotropic", "dropout", "sphere", "prenorm") if {"tangent", rival} <= arms]
     if not {"tangent", "isotropic"} <= arms:
         return found
-    degeneracy = metrics.paired_verdict("tangent has a higher cosine entropy in the last layer than isotropic (shown negative)",
-                                        pair("tangent", "entropy_last", -1), pair("isotropic", "entropy_last", -1))
-    stable = metrics.paired_verdict("tangent has a lower variance of the gradient norm than isotropic",
-                                    pair("tangent", "grad_norm_var"), pair("isotropic", "grad_norm_var"))
+    degeneracy, *control = [  # the control: sphere, the same model without noise
+        against(rival, f"has a higher cosine entropy in the last layer than {rival} (shown negative)", "entropy_last", -1)
+        for rival in ("isotropic", "sphere") if rival in arms]
+    stable = against("isotropic", "has a lower variance of the gradient norm than isotropic", "grad_norm_var")
     better = found[0]["verdict"], stable["verdict"]
     if degeneracy["verdict"] == "holds" and "holds" in better:
         whole = "holds"
@@ -228,9 +229,8 @@ def hypothesis(rows, metric, unit_, robust):
         whole = "does not hold"
     else:
         whole = "not decided"
-    firm = [metrics.paired_verdict(f"tangent loses less than isotropic to perturbed inputs ({key})", pair("tangent", key),
-                                   pair("isotropic", key)) for key in robust]
-    return [*found, degeneracy, stable, *firm,
+    firm = [against("isotropic", f"loses less than isotropic to perturbed inputs ({key})", key) for key in robust]
+    return [*found, degeneracy, *control, stable, *firm,
             {"claim": "the note's hypothesis: less degenerate, and better or more stable, at the same budget",
              "measured": "from the verdicts on isotropic above", "verdict": whole}]
 

@@ -2380,6 +2380,8 @@ def test_noise_conclusion_needs_an_amplitude():
     assert found.startswith("not decided (0 of 0")
     (found,) = curves("rise, stays", "rise, then gone").values()
     assert found.startswith("holds (1 of 1")
+    (found,) = curves("no rise", "rise, then gone", "rise, falls, perhaps gone").values()
+    assert found.startswith("not decided (1 of 2 amplitudes, 1 not decided)")
     (found,) = curves("rise, then gone", "rise, then gone", "no rise").values()
     assert found.startswith("does not hold (1 of 2") and "needs no gamma" in found
 
@@ -3171,6 +3173,8 @@ def test_noise_verdict_rule():
     assert nb.judge(rises + seeds) == "rise, stays"
     assert nb.judge(hill + seeds * hill) == "rise, then gone"
     assert nb.judge(hill * 0.7 + depth * 0.15 + seeds * hill) == "rise, falls in part"
+    ends = torch.where(torch.arange(8) < 1, 0.3, 0.0)  # one seed of eight stays up: 0.04 where a tenth of the peak is 0.05
+    assert nb.judge(hill * 0.5 + depth ** 9 * ends) == "rise, falls, perhaps gone"
     assert nb.judge(0.05 * hill + seeds * hill) == "no rise"  # too small
     assert nb.judge(rises * torch.tensor([0.0] * 7 + [2.0])) == "no rise"  # one seed of eight: within 3 errors
 

@@ -698,7 +698,7 @@ def main():
              "holds" if max(alarm.values()) < 0.05 and all(shows(r) for r in runs.values()) else "not decided",
              rule="on the estimators, not on the run: does not hold if a process of no mean circulation gives |t| > 3 "
              "and H > 0.9 (alarm) in half its seeds; holds if each does in under 5% and both runs do",
-             would_change="other estimators: these see a vortex in any long random walk, whatever the run does"),
+             would_change="other estimators: these see a vortex in a long isotropic random walk, whatever the run does"),
         dict(claim="share of PC1 tells the architecture", paper="85% and 68% (random walk: 61%)",
              theory="61% for an isotropic walk in many dimensions; more when the noise is uneven",
              ours="; ".join(f"{k}: {r['pc1']:.0%}" for k, r in runs.items()),

@@ -288,13 +288,14 @@ def main():
         dict(claim="tying makes the stream explode, unless a norm contains it", paper="78x to 1541x; Gemma 1x",
              theory="none for the size",
              ours=f"{instability:.3g}x" + f" after {tokens:.1e} tokens of training" * (tokens < MATURE),
-             null=f"W^T diag(+-1): {shown['W^T diag(+-1)']}",
+             null=", ".join(f"{a}: {shown[a]}" for a in ("permuted W^T", "W^T diag(+-1)")),
              verdict="not decided" if tokens < MATURE else yes((instability > 10) != has_norm),
              rule="growth tied over growth trained above 10 (the paper: 2.8 is an onset, 78 an explosion), or not "
                   "above 10 where the model norms its FFN's output; not decided if trained on fewer than 1e9 tokens, "
                   "where the paper expects none (VI.3.5)",
              would_change="a mature network without that norm that stays within 10, or one with it that does not"),
-        dict(claim="because the Jacobian is symmetric", paper="no vorticity", theory="R bounded: size and alignment",
+        dict(claim="because the Jacobian is symmetric, whatever its sign", paper="no vorticity; symmetric (PSD)",
+             theory="R bounded: size and alignment",
              ours=", ".join(f"{a} {shown[a]}" for a in symmetric), null=", ".join(f"{a} {shown[a]}" for a in skewed),
              verdict="not decided" if max(over(median, symmetric + skewed)) <= 10 else
              "holds" if min(over(min, symmetric)) > max(over(max, skewed)) else

@@ -265,6 +265,7 @@ def test_unmasked_attention_is_reversible_with_spectrum_in_0_1():
         assert torch.allclose(Z[:, None] * A, (Z[:, None] * A).mT, rtol=1e-10)  # detailed balance
         symmetric = Z.sqrt()[:, None] * A / Z.sqrt()  # Pi^(1/2) A Pi^(-1/2)
         assert torch.allclose(rc.symmetrized(x, beta), symmetric, atol=1e-12)
+        assert torch.allclose(rc.symmetrized(torch.stack((x, -x.flip(0)))[None], beta)[0, 0], symmetric, atol=1e-12)
         eigenvalues = torch.linalg.eigvalsh(symmetric)
         assert eigenvalues.min() > -1e-12 and abs(eigenvalues.max() - 1) < 1e-12
         assert 2 <= rc.eta_critical(x, beta) <= 2 / (1 - A.diagonal().min()) + 1e-9
@@ -516,6 +517,10 @@ def test_case_37_local_multiplier_on_known_maps():
     R = 0.9 * torch.matrix_exp(torch.tensor([[0.0, -1.3], [1.3, 0.0]], dtype=torch.float64))
     value, _, converged = rc.local_multiplier(lambda z: z @ R, torch.randn(7, 2, dtype=torch.float64))
     assert converged and abs(value.item() - 0.9) < 1e-9
+    # two sequences, each with a mean of its own: the faster one's
+    factor = torch.tensor([0.5, 2.0], dtype=torch.float64)[:, None, None]
+    value, _, converged = rc.local_multiplier(lambda z: factor * z, randn(2, 7, 4))
+    assert converged and abs(value.item() - 2) < 1e-9
     # a map that only moves the mean has no disagreement mode; nor has a constant one
     for update in (lambda z: z.mean(-2, keepdim=True).expand_as(z) * 5, torch.zeros_like):
         value, _, converged = rc.local_multiplier(update, torch.randn(7, 2, dtype=torch.float64))

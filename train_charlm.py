@@ -259,9 +259,11 @@ def compare(args, data, out, device, dtype):
     for seq in args.seq:
         for arm in args.arms:
             group = [r for r in rows if r["arm"] == arm and r["seq"] == seq]
-            mean, deviation = metrics.spread(group, "val_loss")
-            means.append({"arm": arm, "seq": seq, "val_loss": mean, "val_loss_sd": deviation,
-                          "seeds": sum(not r["diverged"] for r in group)})
+            mean = {"arm": arm, "seq": seq, "seeds": sum(not r["diverged"] for r in group),
+                    "val_losses": [r["val_loss"] for r in group]}
+            for key in ("val_loss", "grad_norm_mean", "diameter_last"):
+                mean[key], mean[key + "_sd"] = metrics.spread(group, key)
+            means.append(mean)
         loss = {arm: [r["val_loss"] for r in rows if r["arm"] == arm and r["seq"] == seq] for arm in args.arms}
         for arm in args.arms[1:]:
             verdicts.append(metrics.paired_verdict(f"{arm} ends below {args.arms[0]}, seq {seq}, nats per character",

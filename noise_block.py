@@ -351,8 +351,8 @@ def attach(modules, dim, h, gamma, seed=0, keep_norm=True, **options):
 # ------------------------------------------------------------------------------------------------ demo
 
 RULE = """rise: the antipodal fraction's peak exceeds its start by 0.05 and by 3 standard errors of that difference over
-      seeds; falls: it ends at half of the peak or less; gone: below a tenth of the peak by 3 standard errors; in part: above a
-      tenth by 3"""
+      seeds; falls: it ends at half of the peak or less, and below the peak by 3 standard errors, else it stays; gone: below
+      a tenth of the peak by 3 standard errors; in part: above a tenth by 3; perhaps gone: neither"""
 
 
 def attention(x, beta):
@@ -376,8 +376,8 @@ def stationary_antipodal(dim, h, gamma, common, threshold=-0.9):
 
 def laws(d=16, samples=10_000, seed=0):
     """The laws at the top of this file against sampling, one record each; error: one standard error of what was measured.
-    holds: off the theory by less than `allowed`, 4 errors and, where it takes the steps as small, (d - 1)(a^2 + gamma^2 h) of
-    its value."""
+    holds: off the theory by less than `allowed`, 4 errors and, where it takes the steps as small,
+    (d - 1)(a^2 + gamma^2 h) of its value."""
     rng = torch.Generator().manual_seed(seed)
 
     def record(law, theory, values, bias=0.0):

@@ -509,7 +509,7 @@ def over_floor(beta, causal, n=64, d=16):
 
 
 def noted_lanczos(beta, causal, n=64, d=16):
-    """(Lanczos on I - Pi^(1/2) A Pi^(-1/2) as the note has it, the largest eigenvalue of I - A by LAPACK)."""
+    """(Lanczos on I - Pi^(1/2) A Pi^(-1/2), the note's form without a mask, the largest eigenvalue of I - A by LAPACK)."""
     generator = torch.Generator().manual_seed(0)
     x = unit(torch.randn(n, d, generator=generator, dtype=torch.float64))
     A, W = attention_matrix(x, beta, causal), (beta * scores(x)).exp()
@@ -592,8 +592,8 @@ def main():
         print(f"{beta:5g} {rows[-1]['bound']:13.4f} {rows[-1]['worst_factor']:12.4f} {1 - tau:9.6f} "
               f"{math.exp(-2 * beta):11.6f}")
     exact = []
-    print("\nn = 64, d = 16: the smallest A_ij over its floor, and lambda_max by Lanczos on the symmetrised matrix, as the\n"
-          f"note has it, against LAPACK on I - A\n{'mask':>7} {'beta':>5} {'A over floor':>12} {'Lanczos':>8} {'LAPACK':>8}")
+    print("\nn = 64, d = 16: the smallest A_ij over its floor, and lambda_max by Lanczos on the symmetrised matrix, the\n"
+          f"note's form without a mask, against LAPACK on I - A\n{'mask':>7} {'beta':>5} {'A over floor':>12} {'Lanczos':>8} {'LAPACK':>8}")
     for causal in (False, True):
         for beta in betas:
             theta, value = noted_lanczos(beta, causal)

@@ -199,7 +199,7 @@ def main():
     lowest = f"lowest layer {worst['layer']}: {worst['median']:.3f}"
     chance = random[interior].median().item()
     own = (cos[interior] > other[interior]).double().mean().item()
-    bar, excess = max(0.5, 5 * chance), median - chance
+    bar, excess = max(0.5, 5 * chance), max(median - chance, 1e-9)
     gain = min(seeds) - max(null_medians), max(seeds) - min(null_medians)  # what shuffling loses, at least and at most
     worst_error, worst_size = max(e[-1] for e in error), max(abs(s[-1] - 1) for s in size)
     order = [(torch.tensor(e[-3]) / e[-2]).log10().item() / (torch.tensor(alphas[-3]) / alphas[-2]).log10().item()
@@ -231,11 +231,12 @@ def main():
         dict(claim="training made the alignment", paper="not asked", theory="none",
              ours=f"{min(seeds):.3f} to {max(seeds):.3f}",
              null=f"shuffling the weights loses {100 * gain[0] / excess:.0f}% to {100 * gain[1] / excess:.0f}% of it",
-             verdict="does not hold" if gain[1] < 0.1 * excess else "holds" if gain[0] > 0.5 * excess else "not decided",
-             rule="holds if shuffling the weights loses more than half of the median's excess over chance, for every "
+             verdict="not decided" if median <= bar else "does not hold" if gain[1] < 0.1 * excess else
+             "holds" if gain[0] > 0.5 * excess else "not decided",
+             rule="not decided without an alignment (the first line's bar); holds if shuffling the weights loses more than half of the median's excess over chance, for every "
                   "pair of a token seed (three) and a shuffle (three); does not hold if it never loses a tenth; else "
                   "not decided",
-             would_change="shuffled networks with less than half of the alignment"),
+             would_change="shuffled networks that lose a tenth of it, or half"),
         dict(claim="delta/a^2 -> bracket, direction and size", paper="neighbours agree, 0.9997", theory="error O(a)",
              ours=f"error {worst_error:.1e} at {alphas[-1]:.0e}", null=f"shuffled: cos {null_limit:.8f}",
              verdict="does not hold" if not limit_ok else

@@ -233,9 +233,9 @@ def main():
              null=f"shuffling the weights loses {100 * gain[0] / excess:.0f}% to {100 * gain[1] / excess:.0f}% of it",
              verdict="not decided" if median <= bar else "does not hold" if gain[1] < 0.1 * excess else
              "holds" if gain[0] > 0.5 * excess else "not decided",
-             rule="not decided without an alignment (the first line's bar); holds if shuffling the weights loses more than half of the median's excess over chance, for every "
-                  "pair of a token seed (three) and a shuffle (three); does not hold if it never loses a tenth; else "
-                  "not decided",
+             rule="not decided without an alignment (the first line's bar); holds if shuffling the weights loses more "
+                  "than half of the median's excess over chance, for every pair of a token seed (three) and a shuffle "
+                  "(three); does not hold if it never loses a tenth; else not decided",
              would_change="shuffled networks that lose a tenth of it, or half"),
         dict(claim="delta/a^2 -> bracket, direction and size", paper="neighbours agree, 0.9997", theory="error O(a)",
              ours=f"error {worst_error:.1e} at {alphas[-1]:.0e}", null=f"shuffled: cos {null_limit:.8f}",

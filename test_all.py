@@ -2001,7 +2001,7 @@ def test_sweeps_go_on_after_a_point_that_diverged(small_data, tmp_path, monkeypa
     assert re.search(r"prenorm-seed0 diverged at step \d: .*first in the (output|gradient) of \w+", capsys.readouterr().err)
     # what the sweep measures beside the training has tests of its own
     monkeypatch.setattr(rc, "measure_threshold", lambda *_, **__: (2.0, 2.0))
-    monkeypatch.setattr(train_charlm, "at_consensus", lambda model, ids: [{"multiplier": 0.5, "lambda_max": 1.0}])
+    monkeypatch.setattr(train_charlm, "at_consensus", lambda model, ids: [{"layer": 0, "multiplier": 0.5, "lambda_max": 1.0}])
     charlm = [*options, "--dataset", small_data / "prose.txt", "--seq", "16", "--layers", "2", "--sample", "5"]
     run_main(train_charlm.main, *charlm, "--beta", "1e30", "--out", tmp_path / "beta")  # before the first step
     found = json.loads((tmp_path / "beta/summary.json").read_text())

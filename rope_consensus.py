@@ -593,7 +593,8 @@ def main():
               f"{math.exp(-2 * beta):11.6f}")
     exact = []
     print("\nn = 64, d = 16: the smallest A_ij over its floor, and lambda_max by Lanczos on the symmetrised matrix, the\n"
-          f"note's form without a mask, against LAPACK on I - A\n{'mask':>7} {'beta':>5} {'A over floor':>12} {'Lanczos':>8} {'LAPACK':>8}")
+          "note's form without a mask, against LAPACK on I - A\n"
+          f"{'mask':>7} {'beta':>5} {'A over floor':>12} {'Lanczos':>8} {'LAPACK':>8}")
     for causal in (False, True):
         for beta in betas:
             theta, value = noted_lanczos(beta, causal)

@@ -25,9 +25,9 @@ counterexample. Verdict, computed:
     inside error > tolerance    does not hold
     scope "condition"           holds under a stated condition: of weights, data or noise, which may fail
     scope "algebra"             holds trivially (algebra): a condition only says how the equation is to be read
-The scope is set by hand. The paper itself states the conditions of Eqs. 16, 18, 24, 25 and 74; those of 6 and 7 are about norms of libraries, with a gain
-and an epsilon of their own. Under "algebra" the counterexample is an altered equation: it shows that the check can
-fail. A check that can not reject its counterexample is reported as "not decided".
+The scope is set by hand. The paper itself states the conditions of Eqs. 16, 18, 24, 25 and 74; those of 6 and 7 are about norms
+of libraries, with a gain and an epsilon of their own. Under "algebra" the counterexample is an altered equation: it shows that
+the check can fail. A check that can not reject its counterexample is reported as "not decided".
 Source: the paper's Sections II to V, equation numbers as above.
 
     python geometry/identities.py            # about 5 seconds on two CPU cores; no model
